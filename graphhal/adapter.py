@@ -1,0 +1,164 @@
+"""The model's side of the contract: what one family of encoders tells the engine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphhal.items import ItemSpec
+from graphhal.plan import Capacity, GraphKey
+from graphhal.platform import Platform
+from graphhal.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """A static input of a graph.
+
+    Attributes:
+        shape: of the tensor, in elements.
+        dtype: PyTorch dtype.
+        packed: filled from host data (`EncoderAdapter.metadata`, or boundaries) and carried in
+            the one packed copy; otherwise filled by `EncoderAdapter.stage`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    packed: bool = False
+
+
+class EncoderAdapter(ABC):
+    """One encoder tower, host-independent.
+
+    Knows item sizes, how to stage inputs, and the forward. Knows no device and no policy. Eager
+    and graph call the same `forward`, so they cannot drift apart.
+
+    Attributes:
+        name: of the family and tower, unique in a process (`"qwen3_omni_vision"`).
+        modalities: what `ItemSpec.modality` can be.
+        device: where inputs and weights live.
+        dtype: of the outputs.
+    """
+
+    name: str
+    modalities: tuple[str, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    def prepare(self, platform: Platform) -> None:  # noqa: B027  (optional)
+        """Called once before any forward; take the platform's attention here."""
+
+    @abstractmethod
+    def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
+        """Sizes of the items, from host integers; check everything the forward relies on.
+
+        Raises:
+            InputError: what is wrong with which item, and how to fix it.
+        """
+
+    @abstractmethod
+    def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
+        """The ladder: every graph that could be captured under these settings."""
+
+    @abstractmethod
+    def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
+        """Static inputs of such a graph; a `cu_seqlens` buffer is named like its boundary set."""
+
+    @abstractmethod
+    def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
+        """Host metadata of the items for the packed buffers, boundaries left out.
+
+        Arrays hold the real rows only; the engine pads with zeros, which must be harmless.
+        """
+
+    @abstractmethod
+    def stage(
+        self,
+        mm_kwargs: Mapping[str, Any],
+        items: Sequence[ItemSpec],
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Copy the items' data into the unpacked static inputs, padding tail included (zeros)."""
+
+    @abstractmethod
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
+    ) -> torch.Tensor | Sequence[torch.Tensor]:
+        """The encoder: eager and captured alike.
+
+        Args:
+            inputs: static buffers by name (graph) or fresh tensors of the exact size (eager).
+            max_seqlen: host bound of each boundary set, baked at capture.
+
+        Returns:
+            (tokens, width), or several of these to stand side by side (DeepStack levels).
+        """
+
+    @abstractmethod
+    def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
+        """A synthetic request of exactly these items, seeded; values like a processor's."""
+
+    @abstractmethod
+    def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
+        """Groups that a graph must get right: exactly full, one short of full, many short
+        sequences, the longest sequence. The exactly full one comes first; each must fit."""
+
+    def eager_inputs(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
+    ) -> dict[str, torch.Tensor]:
+        """The unpacked inputs of an eager call; override where no copy is needed."""
+        specs = self.buffers(Capacity.of(items, GraphKey(self.name, self.path(items[0]), 0)))
+        fresh = {
+            name: torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            for name, spec in specs.items()
+            if not spec.packed
+        }
+        self.stage(mm_kwargs, items, fresh)
+        return fresh
+
+    def path(self, item: ItemSpec) -> str:
+        """The ladder that an item belongs to."""
+        return item.modality
+
+    def refusal(self, items: Sequence[ItemSpec]) -> str | None:
+        """Why such a group must never be replayed, or None."""
+        return None
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """Modules whose parameters and buffers a graph reads by address; the engine watches."""
+        return ()
+
+
+class AdapterFactory(Protocol):
+    """How a family of encoders is found, wrapped and, for the bench, built.
+
+    Attributes:
+        name: what `--tower` calls it.
+        modality: `"image"` or `"audio"`: which file of `graphhal bench` it encodes.
+    """
+
+    name: str
+    modality: str
+
+    def wrap(self, module: torch.nn.Module) -> EncoderAdapter | None:
+        """An adapter for this module of a host, or None where it is of another family."""
+        ...
+
+    def build(
+        self, preset: str, device: torch.device, dtype: torch.dtype, seed: int = 0
+    ) -> EncoderAdapter:
+        """The tower with seeded random weights from a published configuration (`tiny`, `full`)."""
+        ...
+
+    def load(self, adapter: EncoderAdapter, files: Sequence[Path]) -> dict[str, Any]:
+        """A request from files, through the family's real processor.
+
+        Raises:
+            InputError: a file cannot be decoded.
+        """
+        ...

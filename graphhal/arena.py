@@ -1,0 +1,148 @@
+"""Static inputs: an arena for bulk data, one for packed host metadata, shared by all graphs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphhal.adapter import BufferSpec
+from graphhal.errors import AdapterError
+
+ALIGNMENT = 256
+"""Bytes; every static buffer starts on a multiple, as device allocators align their blocks."""
+
+_NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the static inputs of one graph lie in the two arenas."""
+
+    specs: Mapping[str, BufferSpec]
+
+    def __post_init__(self) -> None:
+        for name, spec in self.specs.items():
+            if spec.packed and spec.dtype not in _NUMPY_DTYPES:
+                raise AdapterError(
+                    f"packed buffer {name!r} is {spec.dtype}, which has no NumPy dtype; "
+                    f"use one of {', '.join(map(str, _NUMPY_DTYPES))}"
+                )
+
+    @cached_property
+    def _bulk(self) -> dict[str, tuple[int, int]]:
+        return _place({n: spec for n, spec in self.specs.items() if not spec.packed})
+
+    @cached_property
+    def _packed(self) -> dict[str, tuple[int, int]]:
+        return _place({n: spec for n, spec in self.specs.items() if spec.packed})
+
+    @cached_property
+    def bulk_bytes(self) -> int:
+        """Bytes that the unpacked buffers take."""
+        return max((_aligned(start + size) for start, size in self._bulk.values()), default=0)
+
+    @cached_property
+    def packed_bytes(self) -> int:
+        """Bytes that the packed buffers take, and one `HostUpdate.block`."""
+        return max((_aligned(start + size) for start, size in self._packed.values()), default=0)
+
+    def bulk_views(self, bulk: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The unpacked buffers as views of a uint8 tensor, by name."""
+        return self._views(self._bulk, bulk)
+
+    def packed_views(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The packed buffers as views of a uint8 tensor, by name."""
+        return self._views(self._packed, packed)
+
+    def _views(
+        self, places: Mapping[str, tuple[int, int]], source: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        return {
+            name: source[start : start + size]
+            .view(self.specs[name].dtype)
+            .view(self.specs[name].shape)
+            for name, (start, size) in places.items()
+        }
+
+    def pack(
+        self, arrays: Mapping[str, npt.NDArray[np.generic]], block: torch.Tensor
+    ) -> torch.Tensor:
+        """Write host arrays into a uint8 host tensor, padding with zeros.
+
+        Raises:
+            AdapterError: an array is missing, unknown, too long, or of another width or dtype.
+        """
+        host = block.numpy()
+        host[:] = 0
+        if set(arrays) != set(self._packed):
+            raise AdapterError(
+                f"packed buffers are {sorted(self._packed)}, but metadata has {sorted(arrays)}"
+            )
+        for name, array in arrays.items():
+            spec = self.specs[name]
+            start, size = self._packed[name]
+            dtype = _NUMPY_DTYPES[spec.dtype]
+            target = host[start : start + size].view(dtype).reshape(spec.shape)
+            fits = array.shape[1:] == spec.shape[1:] and len(array) <= spec.shape[0]
+            if not fits or not np.can_cast(array.dtype, dtype, "same_kind"):
+                raise AdapterError(
+                    f"metadata {name!r} is {array.dtype}{list(array.shape)}, which does not fit "
+                    f"{spec.dtype}{list(spec.shape)}"
+                )
+            target[: len(array)] = array
+        return block
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _place(specs: Mapping[str, BufferSpec]) -> dict[str, tuple[int, int]]:
+    """(start, bytes) of each buffer, one after another, each start aligned."""
+    places = {}
+    start = 0
+    for name, spec in specs.items():
+        size = prod(spec.shape) * spec.dtype.itemsize
+        places[name] = (start, size)
+        start += _aligned(size)
+    return places
+
+
+class Arena:
+    """Memory of the static inputs and the static output; allocated once, before capture."""
+
+    def __init__(
+        self, device: torch.device, bulk_bytes: int, packed_bytes: int, output: torch.Tensor
+    ) -> None:
+        self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
+        self.packed = torch.zeros(packed_bytes, dtype=torch.uint8, device=device)
+        self.output = output
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of all arenas."""
+        return self.bulk.nbytes + self.packed.nbytes + self.output.nbytes
+
+    def poison(self) -> None:
+        """Fill inputs and output with NaN (bytes 0xFF), so that a read of a stale row shows."""
+        self.bulk.fill_(0xFF)
+        self.output.fill_(float("nan"))
+
+
+def host_block(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 host tensor for one packed copy; pinned where the device is not the host."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")

@@ -1,0 +1,306 @@
+"""Entry points to exactly one active platform, and to the adapters that are installed."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import pluggy
+
+from graphhal import hookspecs
+from graphhal.adapter import AdapterFactory
+from graphhal.errors import NoPlatformError, PluginError
+from graphhal.hookspecs import PROJECT
+from graphhal.platform import Platform, PlatformInfo, Unavailable
+from graphhal.settings import Settings
+
+log = logging.getLogger(__name__)
+
+PLATFORM_GROUP = "graphhal.platforms"
+ADAPTER_GROUP = "graphhal.adapters"
+OWN_DISTRIBUTION = "graphhal"
+_DEVICE_HOOKS = ("capture", "replay", "update_boundaries", "profile_memory", "release", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlugin:
+    """An installed plugin and what became of it.
+
+    Attributes:
+        name: of its entry point, stripped.
+        distribution: that installed it, and its version.
+        version: of that distribution.
+        status: what the platform says of itself, why it cannot serve, or why it was not loaded.
+        plugin: the plugin object; None where it was not loaded.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    status: PlatformInfo | Unavailable | str
+    plugin: Any = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the platform can serve this process."""
+        return isinstance(self.status, PlatformInfo)
+
+    def describe(self) -> str:
+        """One line: usable, or why not."""
+        if isinstance(self.status, Unavailable):
+            return f"not usable: {self.status.reason}"
+        if isinstance(self.status, str):
+            return f"not loaded: {self.status}"
+        if self.status.reference:
+            return (
+                "usable, but never chosen beside an accelerator unless named (reference platform)"
+            )
+        return "usable"
+
+
+def find_plugins(settings: Settings | None = None) -> list[FoundPlugin]:
+    """Load and probe every platform plugin that may load. Never raises for a third party's fault.
+
+    A plugin that breaks the contract is reported in its status and skipped.
+    """
+    options = settings or Settings()
+    return [_probe(found) for found in _load(PLATFORM_GROUP, options)]
+
+
+def open_platform(name: str | None = None, settings: Settings | None = None) -> Platform:
+    """The one platform that serves this process, its hooks bound.
+
+    Args:
+        name: platform to use; by default `GRAPHHAL_PLATFORM`, else the only one that can serve.
+            The reference platform (`cpu`) is chosen only where no accelerator is present.
+
+    Raises:
+        NoPlatformError: none or several can serve, or the named one cannot; lists what was tried.
+        PluginError: the chosen plugin lacks a hook.
+    """
+    options = settings or Settings()
+    wanted = name or options.platform
+    found = find_plugins(options)
+    chosen = _choose(found, wanted)
+    for plugin in found:
+        if plugin.plugin is not None:
+            log.debug("plugin %s: %s %s", plugin.name, plugin.distribution, plugin.version)
+    log.info("platform %s, from %s %s", chosen.name, chosen.distribution, chosen.version)
+    return _bind(chosen)
+
+
+def find_adapters(settings: Settings | None = None) -> list[AdapterFactory]:
+    """The adapters that installed plugins add; a broken plugin is reported and skipped."""
+    factories: dict[str, AdapterFactory] = {}
+    for found in _load(ADAPTER_GROUP, settings or Settings()):
+        if found.plugin is None:
+            log.warning("adapters of plugin %s are left out: %s", found.name, found.status)
+            continue
+        manager = _manager()
+        manager.register(found.plugin, found.name)
+        try:
+            for offered in manager.hook.graphhal_adapters():
+                for factory in offered:
+                    if factory.name in factories:
+                        log.warning(
+                            "adapter %s of plugin %s is left out: the name is taken",
+                            factory.name,
+                            found.name,
+                        )
+                    factories.setdefault(factory.name, factory)
+        except Exception as error:  # a third party's code: report it and go on
+            log.warning("adapters of plugin %s are left out: %s", found.name, error, exc_info=True)
+    return list(factories.values())
+
+
+def bind(plugin: Any, info: PlatformInfo, name: str = "plugin") -> Platform:
+    """A plugin object's hooks as a `Platform`; what `open_platform` does with the chosen one.
+
+    Raises:
+        PluginError: a hook is misspelt, missing, or takes an argument its spec does not have.
+    """
+    verify(plugin, name)
+    bound: dict[str, Any] = {
+        hook: _bound(plugin, f"graphhal_{hook}", name) for hook in _DEVICE_HOOKS
+    }
+    return Platform(info=info, **bound)
+
+
+def verify(plugin: Any, name: str) -> None:
+    """Refuse a plugin that does not follow the hookspecs.
+
+    Raises:
+        PluginError: names the plugin, the hook and the argument.
+    """
+    known = {hook for hook in vars(hookspecs) if hook.startswith(f"{PROJECT}_")}
+    offered = [attribute for attribute in dir(plugin) if attribute.startswith(f"{PROJECT}_")]
+    for attribute in offered:
+        if attribute not in known:
+            raise PluginError(
+                f"plugin {name!r}: {attribute} is no hook of graphhal. Hooks: "
+                f"{', '.join(sorted(known))}"
+            )
+        if not _is_marked(plugin, attribute):
+            raise PluginError(
+                f"plugin {name!r}: hook {attribute} is not marked; put @graphhal.hookimpl above it"
+            )
+    if not offered:
+        raise PluginError(f"plugin {name!r} implements no hook of graphhal")
+    manager = _manager()
+    try:
+        manager.register(plugin, name)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"plugin {name!r}: {error}") from error
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _is_marked(plugin: Any, attribute: str) -> bool:
+    return getattr(getattr(plugin, attribute), f"{PROJECT}_impl", None) is not None
+
+
+def _load(group: str, settings: Settings) -> Iterator[FoundPlugin]:
+    """Every plugin of a group, loaded where it may be and follows the contract."""
+    points = sorted(entry_points(group=group), key=lambda point: point.name.strip())
+    everywhere = {
+        point.name.strip()
+        for g in (PLATFORM_GROUP, ADAPTER_GROUP)
+        for point in entry_points(group=g)
+    }
+    _report_unknown_names(settings, everywhere)
+    seen: set[str] = set()
+    for point in points:
+        name = point.name.strip()
+        dist = point.dist
+        origin = (dist.name, dist.version) if dist is not None else ("unknown", "unknown")
+        refusal = _refusal(name, origin[0], settings)
+        if name in seen:
+            refusal = f"another plugin is already called {name}"
+        seen.add(name)
+        if refusal is not None:
+            yield FoundPlugin(name, *origin, refusal)
+            continue
+        try:
+            plugin = point.load()
+            verify(plugin, name)
+        except Exception as error:  # noqa: BLE001  (a third party's code: report it, go on)
+            log.warning("plugin %s (%s %s) is skipped: %s", name, *origin, error)
+            yield FoundPlugin(name, *origin, f"{type(error).__name__}: {error}")
+            continue
+        yield FoundPlugin(name, *origin, "loaded", plugin)
+
+
+def _refusal(name: str, distribution: str, settings: Settings) -> str | None:
+    if name in settings.block_plugins:
+        return "blocked by GRAPHHAL_BLOCK_PLUGINS"
+    third_party = distribution != OWN_DISTRIBUTION
+    if third_party and settings.plugins is not None and name not in settings.plugins:
+        return "not in GRAPHHAL_PLUGINS"
+    return None
+
+
+def _report_unknown_names(settings: Settings, names: set[str]) -> None:
+    for option, given in (
+        ("GRAPHHAL_PLUGINS", settings.plugins or ()),
+        ("GRAPHHAL_BLOCK_PLUGINS", settings.block_plugins),
+    ):
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            log.warning(
+                "%s names %s, which is not installed. Installed: %s",
+                option,
+                ", ".join(unknown),
+                ", ".join(sorted(names)),
+            )
+
+
+def _probe(found: FoundPlugin) -> FoundPlugin:
+    if found.plugin is None:
+        return found
+    probe = getattr(found.plugin, "graphhal_probe", None)
+    status: Any
+    if probe is None:
+        status = "it has no graphhal_probe hook, which every platform needs"
+    else:
+        try:
+            status = probe()
+        except Exception as error:  # a third party's code: report it and go on
+            log.warning("probing plugin %s failed", found.name, exc_info=True)
+            status = Unavailable(f"its probe failed with {type(error).__name__}: {error}")
+    if not isinstance(status, PlatformInfo | Unavailable | str):
+        status = f"graphhal_probe returned {status!r}, not a PlatformInfo or Unavailable"
+    plugin = found.plugin if not isinstance(status, str) else None
+    return FoundPlugin(found.name, found.distribution, found.version, status, plugin)
+
+
+def _choose(found: Sequence[FoundPlugin], wanted: str | None) -> FoundPlugin:
+    if wanted is not None:
+        for plugin in found:
+            if plugin.name == wanted.strip() and plugin.usable:
+                return plugin
+        raise NoPlatformError(_tried(found, f"platform {wanted!r} cannot serve this process."))
+    usable = [plugin for plugin in found if plugin.usable]
+    devices = [plugin for plugin in usable if not _info(plugin).reference]
+    if len(devices) == 1:
+        return devices[0]
+    if len(devices) > 1:
+        names = " and ".join(plugin.name for plugin in devices)
+        raise NoPlatformError(
+            _tried(found, f"{names} can all serve this process; exactly one must.")
+        )
+    if len(usable) == 1 and not _accelerator_present(found):
+        return usable[0]
+    raise NoPlatformError(_tried(found, "0 platforms can serve this process; exactly one must."))
+
+
+def _accelerator_present(found: Iterable[FoundPlugin]) -> bool:
+    """Whether this machine has an accelerator, usable or not."""
+    import torch
+
+    return torch.accelerator.is_available() or any(
+        isinstance(plugin.status, Unavailable) and not plugin.status.absent for plugin in found
+    )
+
+
+def _info(plugin: FoundPlugin) -> PlatformInfo:
+    if not isinstance(plugin.status, PlatformInfo):
+        raise PluginError(f"plugin {plugin.name!r} is {plugin.describe()}")
+    return plugin.status
+
+
+def _tried(found: Sequence[FoundPlugin], headline: str) -> str:
+    width = max((len(plugin.name) for plugin in found), default=0)
+    lines = [f"  {plugin.name:<{width}}  {plugin.describe()}" for plugin in found]
+    way_out = (
+        "Fix what the line of your device says, or set GRAPHHAL_PLATFORM to one name above "
+        "(cpu is the reference: correct, not fast)."
+    )
+    return "\n".join([headline, *lines, way_out])
+
+
+def _bind(found: FoundPlugin) -> Platform:
+    return bind(found.plugin, _info(found), found.name)
+
+
+def _bound(plugin: Any, hook: str, name: str) -> Callable[..., Any]:
+    """The plugin's implementation of a hook, taking all of the spec's arguments."""
+    implementation = getattr(plugin, hook, None)
+    if implementation is None:
+        raise PluginError(f"plugin {name!r} lacks the hook {hook}, which a platform needs")
+    asked = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+    taken = list(inspect.signature(implementation).parameters)
+    if taken == asked:
+        return implementation  # type: ignore[no-any-return]
+    positions = [asked.index(argument) for argument in taken]
+
+    def fewer(*arguments: Any) -> Any:
+        return implementation(*(arguments[position] for position in positions))
+
+    return fewer

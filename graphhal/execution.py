@@ -1,0 +1,191 @@
+"""One step of a request on the device: a replay or an eager call, with its staging and copy-out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphhal.adapter import EncoderAdapter
+from graphhal.arena import Layout, host_block
+from graphhal.boundaries import Boundaries
+from graphhal.errors import AdapterError, CaptureError
+from graphhal.graph_set import Entry
+from graphhal.items import ItemSpec
+from graphhal.outputs import as_levels, runs, write_levels
+from graphhal.plan import Capacity, GraphKey
+from graphhal.platform import CapturedGraph, HostUpdate, Platform
+
+
+class OuterCaptureError(Exception):
+    """No replay may happen now: another capture is running on the caller's stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedReplay:
+    """Everything about a replay that depends on sizes alone, kept for equal sizes."""
+
+    entry: Entry
+    items: tuple[ItemSpec, ...]
+    update: HostUpdate
+    copies: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(slots=True)
+class GroupOutput:
+    """The output of a whole group, filled step by step; allocated by the first step."""
+
+    tokens: int
+    tensor: torch.Tensor | None = None
+
+    def filled(self) -> torch.Tensor:
+        """The (tokens, width) output, after every step has run."""
+        if self.tensor is None:
+            raise AdapterError("a plan without steps has no output")
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainScope:
+    """The caller's stream as it is, where the platform enters no step (an outer capture runs)."""
+
+    device: torch.device
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+
+class Execution:
+    """Runs steps of one adapter on one platform. Not thread-safe: the runner holds a lock."""
+
+    def __init__(self, adapter: EncoderAdapter, platform: Platform) -> None:
+        self._adapter = adapter
+        self._platform = platform
+        self._update_first = platform.info.boundary_order == "before"
+        self._persist = platform.info.boundaries_persist
+        self._on_device: HostUpdate | None = None
+
+    def forget(self) -> None:
+        """The packed buffer no longer holds what the last replay put there."""
+        self._on_device = None
+
+    def worst_cases(self, capacity: Capacity) -> Iterator[tuple[ItemSpec, ...]]:
+        """The adapter's worst cases that this platform's attention can take, fullest first."""
+        for items in self._adapter.worst_cases(capacity):
+            if self.fits(capacity, items):
+                yield items
+
+    def fits(self, capacity: Capacity, items: Sequence[ItemSpec]) -> bool:
+        """Whether a graph of this capacity can hold the items on this platform."""
+        return capacity.misfit(items, self._platform.info.allow_empty) is None
+
+    def fullest(self, capacity: Capacity) -> tuple[ItemSpec, ...]:
+        """The worst case that fills the graph most.
+
+        Raises:
+            CaptureError: the adapter has none that fits.
+        """
+        for items in self.worst_cases(capacity):
+            return items
+        raise CaptureError(f"{capacity.key}: no worst case of {self._adapter.name} fits")
+
+    def prepare(
+        self, entry: Entry, items: tuple[ItemSpec, ...], starts: Sequence[int]
+    ) -> PreparedReplay:
+        """Compute a replay's host data: boundaries and the packed block."""
+        update = self._host_update(entry.capacity, entry.layout, items)
+        return PreparedReplay(entry, items, update, tuple(runs(items, starts)))
+
+    def example(
+        self,
+        capacity: Capacity,
+        layout: Layout,
+        inputs: Mapping[str, torch.Tensor],
+        packed: torch.Tensor,
+    ) -> Mapping[str, Boundaries]:
+        """Fill static inputs with the exactly full example; returns its boundaries."""
+        items = self.fullest(capacity)
+        update = self._host_update(capacity, layout, items)
+        packed.copy_(update.block)
+        self._adapter.stage(self._adapter.example(items, seed=0), items, inputs)
+        self._on_device = None
+        return update.boundaries
+
+    def replay(
+        self, mm_kwargs: Mapping[str, Any], step: PreparedReplay, group: GroupOutput
+    ) -> None:
+        """Stage, replay and copy out; never waits for the device.
+
+        Raises:
+            OuterCaptureError: nothing was queued.
+        """
+        graph = step.entry.graph
+        request = graph.request
+        entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
+        if entered is None:
+            raise OuterCaptureError
+        with entered as scope, torch.no_grad():
+            self._adapter.stage(mm_kwargs, step.items, request.inputs)
+            if self._update_first:
+                self._update(graph, step.update)
+            self._platform.replay(graph)
+            if not self._update_first:
+                self._update(graph, step.update)
+            output = request.output
+            if group.tensor is None:
+                group.tensor = scope.empty((group.tokens, output.shape[1]), output.dtype)
+            for source, target, rows in step.copies:
+                group.tensor[target : target + rows].copy_(output[source : source + rows])
+
+    def eager(
+        self,
+        mm_kwargs: Mapping[str, Any],
+        items: Sequence[ItemSpec],
+        starts: Sequence[int],
+        group: GroupOutput,
+    ) -> None:
+        """One eager call of the adapter's forward on exactly these items."""
+        adapter = self._adapter
+        exact = Capacity.of(items, GraphKey(adapter.name, adapter.path(items[0]), 0))
+        layout = Layout(adapter.buffers(exact))
+        update = self._host_update(exact, layout, items)
+        inputs: dict[str, torch.Tensor] = {}
+        entered = self._platform.step("eager", None, inputs, update.boundaries)
+        with entered or nullcontext(_PlainScope(adapter.device)) as scope, torch.no_grad():
+            packed = update.block.to(adapter.device, non_blocking=True, copy=True)
+            inputs.update(layout.packed_views(packed))
+            inputs.update(adapter.eager_inputs(mm_kwargs, items))
+            bounds = {name: bound.max_seqlen for name, bound in exact.sequences.items()}
+            levels = as_levels(adapter.forward(inputs, bounds))
+            rows = len(levels[0])
+            if rows != exact.tokens:
+                raise AdapterError(
+                    f"{adapter.name} made {rows} tokens for items that should have {exact.tokens}"
+                )
+            width = sum(level.shape[1] for level in levels)
+            copies = tuple(runs(items, starts))
+            if group.tensor is None:
+                group.tensor = scope.empty((group.tokens, width), levels[0].dtype)
+            for source, target, length in copies:
+                write_levels(
+                    [level[source : source + length] for level in levels],
+                    group.tensor[target : target + length],
+                )
+
+    def _update(self, graph: CapturedGraph, update: HostUpdate) -> None:
+        if self._persist and self._on_device is update:
+            return
+        self._on_device = None
+        self._platform.update_boundaries(graph, update)
+        self._on_device = update
+
+    def _host_update(
+        self, capacity: Capacity, layout: Layout, items: Sequence[ItemSpec]
+    ) -> HostUpdate:
+        boundaries = capacity.boundaries(items, self._platform.info.allow_empty)
+        arrays = dict(self._adapter.metadata(items))
+        for name, ends in boundaries.items():
+            arrays[name] = ends.cu_seqlens
+        block = layout.pack(arrays, host_block(layout.packed_bytes, self._adapter.device))
+        return HostUpdate(boundaries, block)

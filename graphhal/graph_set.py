@@ -1,0 +1,258 @@
+"""The captured graphs of one adapter: one pool, shared arenas, largest first."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from graphhal.adapter import EncoderAdapter
+from graphhal.arena import Arena, Layout
+from graphhal.boundaries import Boundaries
+from graphhal.errors import CaptureError, ResourceExhaustedError
+from graphhal.outputs import as_levels, write_levels
+from graphhal.plan import Capacity, GraphKey
+from graphhal.platform import CapturedGraph, CaptureRequest, Platform
+from graphhal.settings import Settings
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, GraphKey], None]
+"""Called with (graphs done, graphs in all, key) after each graph."""
+
+
+Stage = Callable[
+    [Capacity, Layout, Mapping[str, torch.Tensor], torch.Tensor], Mapping[str, Boundaries]
+]
+"""Fills the static inputs and the packed buffer with an example; returns its boundaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One line of a capture report: a graph that was captured."""
+
+    key: GraphKey
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """One line of a capture report: a graph that is not there, and why."""
+
+    key: GraphKey
+    reason: str
+
+
+@dataclass(slots=True)
+class CaptureReport:
+    """What capture did.
+
+    Attributes:
+        captured: graphs that can be replayed.
+        dropped: graphs that failed, disagreed with eager, or did not fit the memory limit.
+        seconds: of capture, self-check left out.
+        self_check_seconds: of the self-check.
+        num_bytes: device bytes of arenas and graphs.
+    """
+
+    captured: list[Captured] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    seconds: float = 0.0
+    self_check_seconds: float = 0.0
+    num_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "graphs": [
+                {"key": str(c.key), "bytes": c.num_bytes, "seconds": c.seconds}
+                for c in self.captured
+            ],
+            "dropped": [{"key": str(d.key), "reason": d.reason} for d in self.dropped],
+            "seconds": self.seconds,
+            "self_check_seconds": self.self_check_seconds,
+            "bytes": self.num_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A graph that can be replayed, and where its inputs lie."""
+
+    capacity: Capacity
+    layout: Layout
+    graph: CapturedGraph
+
+
+class GraphSet:
+    """Captures a ladder and holds it.
+
+    Warm-up, capture, replay*, close. All graphs share one input arena, one packed buffer and one
+    static output, each of the largest graph's size: a replay overwrites what the one before left.
+    """
+
+    def __init__(self, adapter: EncoderAdapter, platform: Platform, settings: Settings) -> None:
+        self._adapter = adapter
+        self._platform = platform
+        self._settings = settings
+        self._pool: Any = None
+        self.arena: Arena | None = None
+        self.entries: dict[GraphKey, Entry] = {}
+
+    def capture(
+        self,
+        ladder: Sequence[Capacity],
+        output: torch.Tensor,
+        stage: Stage,
+        limit_bytes: int | None,
+        progress: Progress | None = None,
+    ) -> CaptureReport:
+        """Capture what fits, largest first.
+
+        Args:
+            ladder: capacities, in any order.
+            output: an eager output of any size; tells width and dtype.
+            stage: fills the static inputs of a capacity with an example; returns its boundaries.
+            limit_bytes: device bytes that arenas and graphs may take; None for no limit.
+        """
+        report = CaptureReport()
+        started = perf_counter()
+        left = [
+            (capacity, Layout(self._adapter.buffers(capacity)))
+            for capacity in _largest_first(ladder)
+        ]
+        total = len(left)
+        while left:
+            if self.arena is None:
+                self.arena = self._allocate(left, output)
+            capacity, layout = left.pop(0)
+            problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
+            if problem is not None:
+                report.dropped.append(Dropped(capacity.key, str(problem)))
+                self._shrink()
+                if isinstance(problem, ResourceExhaustedError) and self.entries:
+                    report.dropped += [
+                        Dropped(rest.key, f"capture stopped: {problem}") for rest, _ in left
+                    ]
+                    left.clear()
+            if progress is not None:
+                progress(total - len(left), total, capacity.key)
+        report.seconds = perf_counter() - started
+        report.num_bytes = self.num_bytes
+        return report
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of arenas and graphs."""
+        arena = 0 if self.arena is None else self.arena.num_bytes
+        return arena + sum(entry.graph.num_bytes for entry in self.entries.values())
+
+    def drop(self, key: GraphKey) -> None:
+        """Release one graph; its inputs run in a larger graph, or eagerly."""
+        entry = self.entries.pop(key, None)
+        if entry is not None:
+            self._platform.release([entry.graph])
+
+    def close(self) -> None:
+        """Release all graphs and arenas. May be called twice."""
+        graphs = [entry.graph for entry in self.entries.values()]
+        self.entries.clear()
+        if graphs:
+            self._platform.release(graphs)
+        self.arena = None
+        self._pool = None
+
+    def requests(
+        self,
+        ladder: Sequence[Capacity],
+        output: torch.Tensor,
+        stage: Stage,
+    ) -> list[CaptureRequest]:
+        """Capture requests of a ladder, largest first, over one arena; for a memory profile."""
+        planned = [(c, Layout(self._adapter.buffers(c))) for c in _largest_first(ladder)]
+        arena = self._allocate(planned, output)
+        return [self._request(capacity, layout, arena, stage) for capacity, layout in planned]
+
+    def _try(
+        self,
+        capacity: Capacity,
+        layout: Layout,
+        arena: Arena,
+        stage: Stage,
+        limit_bytes: int | None,
+        report: CaptureReport,
+    ) -> CaptureError | None:
+        """Capture one graph; the reason where it cannot be kept."""
+        started = perf_counter()
+        try:
+            request = self._request(capacity, layout, arena, stage)
+            graph = self._platform.capture(request)
+        except CaptureError as error:
+            log.debug("%s: capture failed", capacity.key, exc_info=True)
+            return error
+        except torch.OutOfMemoryError as error:
+            return ResourceExhaustedError(f"out of memory while capturing: {error}")
+        except Exception as error:
+            log.debug("%s: capture failed", capacity.key, exc_info=True)
+            return CaptureError(f"{type(error).__name__}: {error}")
+        entry = Entry(capacity, layout, graph)
+        if limit_bytes is not None and self.num_bytes + graph.num_bytes > limit_bytes:
+            needed = self.num_bytes + graph.num_bytes
+            self._platform.release([graph])
+            return CaptureError(f"memory_limit: {needed} bytes needed, {limit_bytes} allowed")
+        self._pool = graph.pool
+        self.entries[capacity.key] = entry
+        report.captured.append(Captured(capacity.key, graph.num_bytes, perf_counter() - started))
+        return None
+
+    def _shrink(self) -> None:
+        """Give the arenas back where no graph reads them: a smaller graph gets smaller ones."""
+        if not self.entries:
+            self.arena = None
+            self._pool = None
+
+    def _allocate(self, planned: Sequence[tuple[Capacity, Layout]], output: torch.Tensor) -> Arena:
+        tokens = max(capacity.tokens for capacity, _ in planned)
+        return Arena(
+            self._adapter.device,
+            max(layout.bulk_bytes for _, layout in planned),
+            max(layout.packed_bytes for _, layout in planned),
+            torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=self._adapter.device),
+        )
+
+    def _request(
+        self,
+        capacity: Capacity,
+        layout: Layout,
+        arena: Arena,
+        stage: Stage,
+    ) -> CaptureRequest:
+        inputs = layout.bulk_views(arena.bulk) | layout.packed_views(arena.packed)
+        output = arena.output[: capacity.tokens]
+        bounds = {name: bound.max_seqlen for name, bound in capacity.sequences.items()}
+        adapter = self._adapter
+
+        def forward() -> None:
+            with torch.no_grad():
+                write_levels(as_levels(adapter.forward(inputs, bounds)), output)
+
+        packed = arena.packed[: layout.packed_bytes]
+        boundaries = stage(capacity, layout, inputs, packed)
+        return CaptureRequest(
+            key=capacity.key,
+            forward=forward,
+            inputs=inputs,
+            packed=packed,
+            output=output,
+            boundaries=boundaries,
+            warmups=self._settings.warmups,
+            pool=self._pool,
+            device=self._adapter.device,
+        )
+
+
+def _largest_first(ladder: Sequence[Capacity]) -> list[Capacity]:
+    return sorted(ladder, key=lambda c: (c.rows, c.tokens, c.key), reverse=True)

@@ -1,0 +1,78 @@
+"""Outputs: levels side by side in the static output, copied out to memory the caller owns."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from graphhal.errors import AdapterError
+from graphhal.items import ItemSpec
+
+
+def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The levels of a forward: (tokens, width) each, of equal tokens and dtype.
+
+    Raises:
+        AdapterError: not a tensor or a sequence of such tensors.
+    """
+    levels = (output,) if isinstance(output, torch.Tensor) else tuple(output)
+    tensors = bool(levels) and all(isinstance(level, torch.Tensor) for level in levels)
+    if not tensors or any(
+        level.dim() != 2 or len(level) != len(levels[0]) or level.dtype != levels[0].dtype
+        for level in levels
+    ):
+        shown = [
+            f"{level.dtype}{list(level.shape)}" if isinstance(level, torch.Tensor) else repr(level)
+            for level in levels
+        ]
+        raise AdapterError(
+            f"a forward returns (tokens, width) tensors of equal tokens and dtype, got {shown}"
+        )
+    return levels
+
+
+def write_levels(output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    """Copy the levels side by side into `target`, (tokens, sum of widths)."""
+    column = 0
+    for level in as_levels(output):
+        width = level.shape[1]
+        target.narrow(1, column, width).copy_(level)
+        column += width
+    if column != target.shape[1]:
+        raise AdapterError(f"the forward made {column} columns, {target.shape[1]} are expected")
+
+
+def token_starts(items: Sequence[ItemSpec]) -> tuple[int, ...]:
+    """First row of each item in the group's output, by item index; one more entry: the end."""
+    starts = [0]
+    for item in items:
+        starts.append(starts[-1] + item.tokens)
+    return tuple(starts)
+
+
+def runs(items: Sequence[ItemSpec], starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(source row, target row, rows) of the copies that put a step's tokens in request order.
+
+    Neighbours in both source and target are one copy: the usual group is one run.
+    """
+    source = target = length = 0
+    position = 0
+    for item in items:
+        start = starts[item.index] + item.token_offset
+        if length and start == target + length:
+            length += item.tokens
+        else:
+            if length:
+                yield source, target, length
+            source, target, length = position, start, item.tokens
+        position += item.tokens
+    if length:
+        yield source, target, length
+
+
+def split_items(group: torch.Tensor, starts: Sequence[int]) -> list[torch.Tensor]:
+    """One (tokens, width) view per item, in request order."""
+    if len(starts) == 2:
+        return [group]
+    sizes = [end - start for start, end in pairwise(starts)]
+    return list(torch.split(group, sizes))

@@ -1,0 +1,372 @@
+"""Which captured graph holds which items: pure decisions on host integers, no tensors."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+
+from graphhal.boundaries import Boundaries
+from graphhal.errors import BoundariesError
+from graphhal.items import ItemSpec
+from graphhal.settings import Policy
+
+
+class MissReason(StrEnum):
+    """Why items ran eagerly; every miss is counted under one of these."""
+
+    NO_GRAPHS = "no graph is captured"
+    TOO_MANY_ROWS = "more rows than the largest graph"
+    TOO_MANY_ITEMS = "more items than a graph's slots"
+    TOO_MANY_SEQUENCES = "more attention sequences than a graph's slots"
+    SEQUENCE_TOO_LONG = "an attention sequence is longer than the captured bound"
+    EMPTY_SLOT = "an empty slot that the platform's kernel cannot take"
+    NOT_EXACT = "no graph of exactly this size, and only exact ones are allowed"
+    REFUSED = "the adapter does not replay such a group"
+    CHEAPER_EAGER = "measured: eager is cheaper"
+    OUTER_CAPTURE = "another capture is running on this stream"
+    REPLAY_FAILED = "the replay failed"
+    WEIGHTS_MOVED = "weights were rebound after capture"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphKey:
+    """Names one captured graph.
+
+    Attributes:
+        adapter: name of the adapter.
+        path: modality or path within it (`"image"`, `"audio"`, `"global"`, …).
+        size: token budget, or chunk count for audio.
+        axes: further capture axes, sorted pairs.
+    """
+
+    adapter: str
+    path: str
+    size: int
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        axes = "".join(f",{name}={value}" for name, value in self.axes)
+        return f"{self.adapter}/{self.path}[{self.size}{axes}]"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBound:
+    """What one boundary set of a graph can hold; `max_seqlen` is baked at capture.
+
+    The guard (`Capacity.misfit`) and the captured forward read the same number.
+    """
+
+    rows: int
+    slots: int
+    max_seqlen: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one graph holds at most, known before it is captured.
+
+    Attributes:
+        key: the graph.
+        rows: input rows of its static input.
+        tokens: output rows (the token budget).
+        items: items at most.
+        sequences: per boundary set, its bound.
+    """
+
+    key: GraphKey
+    rows: int
+    tokens: int
+    items: int
+    sequences: Mapping[str, SequenceBound]
+
+    @classmethod
+    def of(cls, items: Sequence[ItemSpec], key: GraphKey) -> "Capacity":
+        """The capacity that these items fill exactly: what an eager call uses."""
+        lengths = _lengths(items)
+        return cls(
+            key=key,
+            rows=sum(item.rows for item in items),
+            tokens=sum(item.tokens for item in items),
+            items=len(items),
+            sequences={
+                name: SequenceBound(sum(values), len(values), max(values))
+                for name, values in lengths.items()
+            },
+        )
+
+    def misfit(self, items: Sequence[ItemSpec], allow_empty: bool = True) -> MissReason | None:
+        """Why this graph cannot hold the items, or None where it can."""
+        if sum(item.rows for item in items) > self.rows:
+            return MissReason.TOO_MANY_ROWS
+        if sum(item.tokens for item in items) > self.tokens:
+            return MissReason.TOO_MANY_ROWS
+        if len(items) > self.items:
+            return MissReason.TOO_MANY_ITEMS
+        for name, values in _lengths(items).items():
+            bound = self.sequences[name]
+            slack = bound.rows - sum(values)
+            if slack < 0:
+                return MissReason.TOO_MANY_ROWS
+            if max(values) > bound.max_seqlen:
+                return MissReason.SEQUENCE_TOO_LONG
+            dummies = -(-slack // bound.max_seqlen)
+            if len(values) + dummies > bound.slots:
+                return MissReason.TOO_MANY_SEQUENCES
+            if not allow_empty and len(values) + slack < bound.slots:
+                return MissReason.EMPTY_SLOT
+        return None
+
+    def is_exact_for(self, items: Sequence[ItemSpec]) -> bool:
+        """Whether the items leave no padding row, so that a replay does the eager arithmetic."""
+        return (
+            sum(item.rows for item in items) == self.rows
+            and sum(item.tokens for item in items) == self.tokens
+            and all(sum(v) == self.sequences[n].rows for n, v in _lengths(items).items())
+        )
+
+    def boundaries(
+        self, items: Sequence[ItemSpec], allow_empty: bool = True
+    ) -> Mapping[str, Boundaries]:
+        """Boundaries of the items, per set, padded to this capacity's rows and slots.
+
+        Raises:
+            BoundariesError: the items do not fit (see `misfit`).
+        """
+        result = {}
+        for name, values in _lengths(items).items():
+            bound = self.sequences[name]
+            if max(values) > bound.max_seqlen:
+                raise BoundariesError(
+                    f"{self.key}: a sequence of {max(values)} rows is longer than the bound "
+                    f"{bound.max_seqlen} of {name}, which is baked at capture"
+                )
+            result[name] = Boundaries.from_lengths(values).padded_to(
+                bound.rows, bound.slots, bound.max_seqlen, allow_empty
+            )
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Replay one graph for these items."""
+
+    capacity: Capacity
+    items: tuple[ItemSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Eager:
+    """One eager call for these items, and why."""
+
+    items: tuple[ItemSpec, ...]
+    reason: MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps that cover every token of a group exactly once."""
+
+    steps: tuple[Replay | Eager, ...]
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Milliseconds measured on this card at start-up.
+
+    Attributes:
+        replay_ms: per graph, one replay with staging and copy-out.
+        eager_ms: per path, (rows, milliseconds) of eager calls, rising rows; between two
+            measurements linear, outside them proportional to the nearest.
+    """
+
+    replay_ms: Mapping[GraphKey, float] = field(default_factory=dict)
+    eager_ms: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+
+    def eager_cost(self, path: str, rows: int) -> float | None:
+        """Milliseconds that an eager call of `rows` rows is expected to take; None if unknown."""
+        points = self.eager_ms.get(path)
+        if not points:
+            return None
+        at = bisect_left(points, (rows, 0.0))
+        if at == 0:
+            return points[0][1]
+        if at == len(points):
+            return points[-1][1] * rows / points[-1][0]
+        (low, low_ms), (high, high_ms) = points[at - 1], points[at]
+        return low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
+
+
+class Planner:
+    """Turns the items of a group into a plan, under one policy.
+
+    Args:
+        capacities: graphs that can be replayed now.
+        policy: `single`, `packed` or `measured`.
+        path_of: the path (ladder) that items belong to.
+        refusal: the adapter's word that a group must run eagerly, or None.
+        exact_only: replay only where a graph leaves no padding row.
+        allow_empty: whether the platform's kernel takes empty sequences.
+        costs: needed by `measured`.
+    """
+
+    def __init__(
+        self,
+        capacities: Sequence[Capacity],
+        policy: Policy,
+        path_of: Callable[[ItemSpec], str],
+        refusal: Callable[[Sequence[ItemSpec]], str | None],
+        exact_only: bool = False,
+        allow_empty: bool = True,
+        costs: CostTable | None = None,
+    ) -> None:
+        self._ladders: dict[str, list[Capacity]] = {}
+        for capacity in sorted(capacities, key=lambda c: (c.rows, c.tokens, c.key)):
+            self._ladders.setdefault(capacity.key.path, []).append(capacity)
+        self._policy = policy
+        self._path_of = path_of
+        self._refusal = refusal
+        self._exact_only = exact_only
+        self._allow_empty = allow_empty
+        self._costs = costs or CostTable()
+
+    def plan(self, items: Sequence[ItemSpec]) -> Plan:
+        """Cover the items exactly once, cheapest first where costs are known."""
+        group = tuple(items)
+        paths = {self._path_of(item) for item in group}
+        if len(paths) > 1:
+            parts = [tuple(i for i in group if self._path_of(i) == path) for path in sorted(paths)]
+            return Plan(tuple(chain.from_iterable(self.plan(part).steps for part in parts)))
+        if self._refusal(group) is not None:
+            return Plan((Eager(group, MissReason.REFUSED),))
+        ladder = self._ladders.get(next(iter(paths)), [])
+        whole = self._smallest(ladder, group)
+        if isinstance(whole, Capacity):
+            one = Plan((Replay(whole, group),))
+            return (
+                one if self._policy is not Policy.MEASURED else self._cheapest(ladder, group, one)
+            )
+        eager = Plan((Eager(group, whole),))
+        if self._exact_only:
+            return eager
+        if all(item.splittable for item in group):
+            return self._by_frames(ladder, group) or eager
+        if self._policy is Policy.SINGLE:
+            return eager
+        packed = self._pack(ladder, group, whole)
+        return packed if self._policy is Policy.PACKED else self._cheaper(group, packed)
+
+    def _smallest(
+        self, ladder: Sequence[Capacity], items: Sequence[ItemSpec]
+    ) -> Capacity | MissReason:
+        """The smallest graph that holds the items, or why the largest one does not."""
+        reason = MissReason.NO_GRAPHS
+        for capacity in ladder:
+            misfit = capacity.misfit(items, self._allow_empty)
+            if misfit is None and self._exact_only and not capacity.is_exact_for(items):
+                misfit = MissReason.NOT_EXACT
+            if misfit is None:
+                return capacity
+            reason = misfit
+        return reason
+
+    def _by_frames(self, ladder: Sequence[Capacity], items: Sequence[ItemSpec]) -> Plan | None:
+        """Successive frames, as many a replay as a graph holds; None where one is too much."""
+        batches: list[list[ItemSpec]] = [[]]
+        for item in items:
+            first = 0
+            while first < item.frames:
+                take = self._most_frames(ladder, batches[-1], item, first)
+                if take == 0 and not batches[-1]:
+                    return None
+                if take == 0:
+                    batches.append([])
+                    continue
+                batches[-1].append(item.chunk(first, take))
+                first += take
+        return Plan(tuple(self._replays(ladder, batches)))
+
+    def _most_frames(
+        self, ladder: Sequence[Capacity], batch: Sequence[ItemSpec], item: ItemSpec, first: int
+    ) -> int:
+        low, high = 0, item.frames - first
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._smallest(ladder, (*batch, item.chunk(first, middle)))
+            low, high = (middle, high) if isinstance(fits, Capacity) else (low, middle - 1)
+        return low
+
+    def _pack(
+        self, ladder: Sequence[Capacity], items: Sequence[ItemSpec], reason: MissReason
+    ) -> Plan:
+        """Greedy packing, smallest items first; what no graph holds goes into ONE eager call."""
+        batches: list[list[ItemSpec]] = [[]]
+        left: list[ItemSpec] = []
+        for item in sorted(items, key=lambda i: (i.tokens, i.index)):
+            if isinstance(self._smallest(ladder, (*batches[-1], item)), Capacity):
+                batches[-1].append(item)
+                continue
+            alone = self._smallest(ladder, (item,))
+            if isinstance(alone, Capacity):
+                batches.append([item])
+            else:
+                left.append(item)
+                reason = alone
+        steps: list[Replay | Eager] = list(self._replays(ladder, [b for b in batches if b]))
+        if left:
+            steps.append(Eager(tuple(sorted(left, key=lambda i: i.index)), reason))
+        return Plan(tuple(steps))
+
+    def _replays(
+        self, ladder: Sequence[Capacity], batches: Sequence[Sequence[ItemSpec]]
+    ) -> Iterator[Replay]:
+        for batch in batches:
+            capacity = self._smallest(ladder, batch)
+            if isinstance(capacity, Capacity):
+                yield Replay(capacity, tuple(batch))
+
+    def _cheapest(self, ladder: Sequence[Capacity], items: Sequence[ItemSpec], one: Plan) -> Plan:
+        """Among all graphs that hold the group, the group packed, and eager: the cheapest."""
+        candidates = [
+            Plan((Replay(capacity, tuple(items)),))
+            for capacity in ladder
+            if capacity.misfit(items, self._allow_empty) is None
+            and (not self._exact_only or capacity.is_exact_for(items))
+        ]
+        if len(items) > 1 and not self._exact_only:
+            candidates.append(self._split_plan(ladder, items))
+        priced = [
+            (cost, n) for n, p in enumerate(candidates) if (cost := self._cost(p)) is not None
+        ]
+        return self._cheaper(items, candidates[min(priced)[1]] if priced else one)
+
+    def _split_plan(self, ladder: Sequence[Capacity], items: Sequence[ItemSpec]) -> Plan:
+        halves = [[item] for item in items]
+        return Plan(tuple(self._replays(ladder, halves)))
+
+    def _cheaper(self, items: Sequence[ItemSpec], plan: Plan) -> Plan:
+        eager = Plan((Eager(tuple(items), MissReason.CHEAPER_EAGER),))
+        planned, eager_cost = self._cost(plan), self._cost(eager)
+        if planned is None or eager_cost is None:
+            return plan
+        return eager if eager_cost < planned else plan
+
+    def _cost(self, plan: Plan) -> float | None:
+        """Expected milliseconds of a plan; None where something was not measured."""
+        total = 0.0
+        for step in plan.steps:
+            if isinstance(step, Replay):
+                cost = self._costs.replay_ms.get(step.capacity.key)
+            else:
+                rows = sum(item.rows for item in step.items)
+                cost = self._costs.eager_cost(self._path_of(step.items[0]), rows)
+            if cost is None:
+                return None
+            total += cost
+        return total
+
+
+def _lengths(items: Sequence[ItemSpec]) -> dict[str, tuple[int, ...]]:
+    """Per boundary set, the lengths of all sequences of the items, in order."""
+    names = items[0].sequences if items else ()
+    return {name: tuple(chain.from_iterable(i.sequences[name] for i in items)) for name in names}

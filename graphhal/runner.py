@@ -1,0 +1,340 @@
+"""`EncoderGraphs`: captures an encoder's ladder and serves requests by replay, or eagerly."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import RLock
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from graphhal import cost, self_check
+from graphhal.adapter import EncoderAdapter
+from graphhal.errors import AdapterError, CaptureError, ReplayError
+from graphhal.execution import Execution, GroupOutput, OuterCaptureError, PreparedReplay
+from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
+from graphhal.items import ItemSpec
+from graphhal.outputs import split_items, token_starts
+from graphhal.plan import Capacity, CostTable, Eager, GraphKey, MissReason, Planner
+from graphhal.platform import MemoryProfile, Platform
+from graphhal.settings import Policy, Settings
+from graphhal.stats import Statistics
+from graphhal.weights import WeightWatch
+
+log = logging.getLogger(__name__)
+
+PREPARED_BYTES = 64 * 2**20
+"""Host bytes of packed blocks that are kept for groups whose sizes come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """How a group of these sizes is served."""
+
+    starts: tuple[int, ...]
+    steps: tuple[PreparedReplay | Eager, ...]
+    num_bytes: int
+
+
+class EncoderGraphs:
+    """Serves one encoder: captured graphs where they hold a group, eager where they do not.
+
+    Args:
+        adapter: the encoder.
+        platform: the active platform, from `graphhal.open_platform`.
+        settings: options; by default from the environment.
+
+    Every tensor that `run` returns belongs to the caller; no later replay overwrites it. Safe to
+    call from several threads, one request at a time.
+    """
+
+    def __init__(
+        self, adapter: EncoderAdapter, platform: Platform, settings: Settings | None = None
+    ) -> None:
+        self.adapter = adapter
+        self.platform = platform
+        self.settings = settings or Settings()
+        self.statistics = Statistics()
+        self.report = CaptureReport()
+        self._lock = RLock()
+        adapter.prepare(platform)
+        self._execution = Execution(adapter, platform)
+        self._graphs = GraphSet(adapter, platform, self.settings)
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
+        self._groups_bytes = 0
+        self._watch: WeightWatch | None = None
+        self._costs: CostTable | None = None
+        self._dropped: dict[GraphKey, str] = {}
+        self._plan_with_graphs()
+
+    def ladder(self) -> tuple[Capacity, ...]:
+        """Every graph that these settings ask for, captured or not."""
+        return tuple(self.adapter.capacities(self.settings))
+
+    def capture(
+        self, progress: Progress | None = None, keys: Sequence[GraphKey] | None = None
+    ) -> CaptureReport:
+        """Capture the ladder, largest first, check it, and serve from it.
+
+        Captured before: everything is released and captured anew. Never raises for a graph that
+        cannot be had; the report names it and its inputs run eagerly.
+
+        Args:
+            progress: called with (done, total, key) after each graph.
+            keys: capture only these of the ladder.
+        """
+        with self._lock:
+            self.clear()
+            ladder = [c for c in self.ladder() if keys is None or c.key in keys]
+            if not ladder:
+                return self.report
+            self._watch = WeightWatch(self.adapter.modules())
+            report = self._graphs.capture(
+                ladder, self._first_output(ladder), self._execution.example, self._limit(), progress
+            )
+            self._execution.forget()
+            self.report = report
+            self._check(report)
+            if self.settings.policy is Policy.MEASURED:
+                self._costs = cost.measure(self.adapter, self._execution, self._graphs)
+            self._dropped = {dropped.key: dropped.reason for dropped in report.dropped}
+            for dropped in report.dropped:
+                log.warning("graph %s is not used: %s", dropped.key, dropped.reason)
+            report.num_bytes = self._graphs.num_bytes
+            self._plan_with_graphs()
+            return report
+
+    def run(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Encode a request: by replay where the plan says so, eagerly where it must.
+
+        Returns:
+            One (tokens, width) tensor per item, in order, owned by the caller; DeepStack levels
+            stand side by side.
+
+        Raises:
+            InputError: an item is wrong; nothing was computed.
+        """
+        items = self.adapter.item_specs(mm_kwargs)
+        if not items:
+            return []
+        with self._lock:
+            group = self._group(items)
+            return self._run(mm_kwargs, items, group)
+
+    def try_replay(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """As `run`, but None, with a counted miss, where any item would run eagerly."""
+        items = self.adapter.item_specs(mm_kwargs)
+        if not items:
+            return []
+        with self._lock:
+            group = self._group(items)
+            for step in group.steps:
+                if isinstance(step, Eager):
+                    self.statistics.count_misses(items, step.reason)
+                    return None
+            output = GroupOutput(group.starts[-1])
+            for step in group.steps:
+                if isinstance(step, PreparedReplay):
+                    reason = self._replay(mm_kwargs, step, output)
+                    if reason is not None:
+                        self.statistics.count_misses(items, reason)
+                        return None
+            self.statistics.count_hits(items)
+            return split_items(output.filled(), group.starts)
+
+    def run_eager(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The eager forward of the same adapter, uncounted: the reference of `run`."""
+        items = self.adapter.item_specs(mm_kwargs)
+        if not items:
+            return []
+        with self._lock:
+            starts = token_starts(items)
+            output = GroupOutput(starts[-1])
+            self._execution.eager(mm_kwargs, items, starts, output)
+            return split_items(output.filled(), starts)
+
+    def check_weights(self) -> bool:
+        """Whether the captured graphs still read the weights in use; clears them where not.
+
+        Call it after a reload, or after waking from sleep; `run` looks by itself as well.
+        """
+        with self._lock:
+            if self._watch is None or not self._watch.moved():
+                return True
+            self._weights_moved()
+            return False
+
+    def profile_memory(self) -> MemoryProfile:
+        """What capturing the ladder would take, measured; nothing is kept."""
+        with self._lock:
+            ladder = self.ladder()
+            if not ladder:
+                return MemoryProfile(0, 0)
+            output = self._first_output(ladder)
+            requests = self._graphs.requests(ladder, output, self._execution.example)
+            return self.platform.profile_memory(requests)
+
+    def keys(self) -> list[GraphKey]:
+        """Graphs that can be replayed now."""
+        return sorted(self._graphs.entries)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, graphs and memory as plain data; see `graphhal.stats.Statistics.as_dict`."""
+        with self._lock:
+            return {
+                "adapter": self.adapter.name,
+                "platform": self.platform.info.name,
+                "policy": str(self.settings.policy),
+                **self.statistics.as_dict(),
+                "graph_count": len(self._graphs.entries),
+                "graph_bytes": self._graphs.num_bytes,
+                "capture": self.report.as_dict(),
+            }
+
+    def drop(self, key: GraphKey, reason: str) -> None:
+        """Stop using one graph; its inputs run in a larger one, or eagerly."""
+        with self._lock:
+            self._graphs.drop(key)
+            self._dropped[key] = reason
+            self.report.dropped.append(Dropped(key, reason))
+            self._plan_with_graphs()
+
+    def clear(self) -> None:
+        """Release every graph; requests run eagerly until the next `capture`. Safe twice."""
+        with self._lock:
+            self._graphs.close()
+            self._execution.forget()
+            self._watch = None
+            self._costs = None
+            self._dropped = {}
+            self.report = CaptureReport()
+            self._plan_with_graphs()
+
+    def _run(
+        self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...], group: _Group
+    ) -> list[torch.Tensor]:
+        output = GroupOutput(group.starts[-1])
+        missed: dict[int, MissReason] = {}
+        for step in group.steps:
+            reason = (
+                step.reason if isinstance(step, Eager) else self._replay(mm_kwargs, step, output)
+            )
+            if reason is not None:
+                self._execution.eager(mm_kwargs, step.items, group.starts, output)
+                missed.update((item.index, reason) for item in step.items)
+        self.statistics.count_hits(item for item in items if item.index not in missed)
+        for reason in dict.fromkeys(missed.values()):
+            self.statistics.count_misses(
+                [item for item in items if missed.get(item.index) is reason], reason
+            )
+        return split_items(output.filled(), group.starts)
+
+    def _replay(
+        self, mm_kwargs: Mapping[str, Any], step: PreparedReplay, output: GroupOutput
+    ) -> MissReason | None:
+        """Replay one step; the reason where it must run eagerly after all."""
+        if self._watch is not None and self._watch.moved_lately():
+            self._weights_moved()
+            return MissReason.WEIGHTS_MOVED
+        capacity = step.entry.capacity
+        if capacity.key not in self._graphs.entries:
+            return MissReason.REPLAY_FAILED
+        try:
+            self._execution.replay(mm_kwargs, step, output)
+        except OuterCaptureError:
+            return MissReason.OUTER_CAPTURE
+        except ReplayError as error:
+            log.exception("graph %s: its inputs run eagerly from now on", capacity.key)
+            self._execution.forget()
+            self.drop(capacity.key, f"replay failed: {error}")
+            return MissReason.REPLAY_FAILED
+        self.statistics.count_replay(
+            str(capacity.key), sum(item.rows for item in step.items), capacity.rows
+        )
+        return None
+
+    def _weights_moved(self) -> None:
+        reason = "weights were rebound after capture; capture again to use graphs"
+        log.warning("%s: %s", self.adapter.name, reason)
+        keys = list(self._graphs.entries)
+        self.clear()
+        self._dropped = dict.fromkeys(keys, reason)
+        self.report.dropped = [Dropped(key, reason) for key in keys]
+
+    def _group(self, items: tuple[ItemSpec, ...]) -> _Group:
+        """How to serve items of these sizes; kept, since sizes come again."""
+        key = tuple((item.modality, item.signature, item.frames) for item in items)
+        group = self._groups.get(key)
+        if group is not None:
+            self._groups.move_to_end(key)
+            return group
+        if any(item.index != position for position, item in enumerate(items)):
+            raise AdapterError(f"{self.adapter.name}: item_specs must come in request order")
+        starts = token_starts(items)
+        steps: list[PreparedReplay | Eager] = []
+        for step in self._planner.plan(items).steps:
+            if isinstance(step, Eager):
+                steps.append(step)
+            else:
+                entry = self._graphs.entries[step.capacity.key]
+                steps.append(self._execution.prepare(entry, step.items, starts))
+        num_bytes = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
+        group = self._groups[key] = _Group(starts, tuple(steps), num_bytes)
+        self._groups_bytes += num_bytes
+        while self._groups_bytes > PREPARED_BYTES and len(self._groups) > 1:
+            self._groups_bytes -= self._groups.popitem(last=False)[1].num_bytes
+        return group
+
+    def _plan_with_graphs(self) -> None:
+        self._groups.clear()
+        self._groups_bytes = 0
+        self._planner = Planner(
+            [entry.capacity for entry in self._graphs.entries.values()],
+            self.settings.policy,
+            self.adapter.path,
+            self.adapter.refusal,
+            exact_only=self.settings.exact_only,
+            allow_empty=self.platform.info.allow_empty,
+            costs=self._costs,
+        )
+
+    def _first_output(self, ladder: Sequence[Capacity]) -> torch.Tensor:
+        """An eager output of the smallest worst case: tells the static output's width and dtype."""
+        smallest = min(ladder, key=lambda c: (c.rows, c.tokens))
+        items = self._execution.fullest(smallest)
+        starts = token_starts(items)
+        output = GroupOutput(starts[-1])
+        self._execution.eager(self.adapter.example(items, seed=0), items, starts, output)
+        return output.filled()
+
+    def _limit(self) -> int | None:
+        limit = self.settings.memory_limit
+        if isinstance(limit, int) or limit is None:
+            return limit
+        free = self.platform.info.free_bytes
+        if free is None:
+            raise CaptureError(
+                f"memory_limit is a fraction, but platform {self.platform.info.name} cannot say "
+                "how much memory is free; set bytes"
+            )
+        return int(limit * free())
+
+    def _check(self, report: CaptureReport) -> None:
+        """Drop what disagrees with eager."""
+        started = perf_counter()
+        found = self_check.check(
+            self.adapter,
+            self._execution,
+            self._graphs,
+            self.settings.self_check,
+            self.settings.tolerance,
+            report.seconds,
+        )
+        for key, reason in found:
+            self._graphs.drop(key)
+            report.captured = [c for c in report.captured if c.key != key]
+            report.dropped.append(Dropped(key, reason))
+        self._execution.forget()
+        report.self_check_seconds = perf_counter() - started

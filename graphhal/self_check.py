@@ -1,0 +1,152 @@
+"""Compares every captured graph with the same adapter's eager forward on its worst cases.
+
+Before each comparison the shared inputs, the static output and, where the platform can, the free
+memory of the graph pool are filled with NaN: a graph that reads a row nobody wrote shows it.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from graphhal.adapter import EncoderAdapter
+from graphhal.errors import ReplayError
+from graphhal.execution import Execution, GroupOutput
+from graphhal.graph_set import Entry, GraphSet
+from graphhal.items import ItemSpec
+from graphhal.outputs import token_starts
+from graphhal.plan import Capacity, GraphKey
+from graphhal.settings import SelfCheck
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Relative L2 by dtype of a whole output: padded rows let GEMMs pick other kernels, which round
+differently; a stale boundary or a foreign row is off by 0.1 and more."""
+TOKEN_FACTOR = 8.0
+"""One token may differ by this many times the tolerance: a single wrong row must not drown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far two outputs of the same items are apart.
+
+    Attributes:
+        relative_l2: of the whole, ‖graph − eager‖ / ‖eager‖.
+        worst_token: largest relative L2 of one token.
+        min_cosine: smallest cosine of one token.
+        bit_equal: every element is the same.
+    """
+
+    relative_l2: float
+    worst_token: float
+    min_cosine: float
+    bit_equal: bool
+
+    @classmethod
+    def between(cls, graph: torch.Tensor, eager: torch.Tensor) -> "Difference":
+        """Compare (tokens, width) outputs; NaN anywhere in either makes every figure NaN."""
+        ours, reference = graph.double(), eager.double()
+        delta = (ours - reference).norm(dim=1)
+        norms = reference.norm(dim=1)
+        floor = norms.mean().clamp(min=torch.finfo(torch.float64).tiny)
+        cosine = torch.nn.functional.cosine_similarity(ours, reference, dim=1)
+        figures = torch.stack(
+            [
+                delta.norm() / norms.norm().clamp(min=torch.finfo(torch.float64).tiny),
+                (delta / norms.maximum(1e-3 * floor)).max(),
+                cosine.min(),
+            ]
+        ).tolist()
+        relative_l2, worst_token, min_cosine = figures
+        return cls(relative_l2, worst_token, min_cosine, torch.equal(graph, eager))
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether the outputs disagree; not a number counts as disagreement."""
+        within = self.relative_l2 <= tolerance and self.worst_token <= TOKEN_FACTOR * tolerance
+        return not within
+
+
+def check(
+    adapter: EncoderAdapter,
+    execution: Execution,
+    graphs: GraphSet,
+    mode: SelfCheck,
+    tolerance: float | None,
+    budget_seconds: float,
+) -> Iterator[tuple[GraphKey, str]]:
+    """Yield (key, reason) of every graph that must not be used.
+
+    The exactly full case of every graph always runs; further cases run while the check has taken
+    less than `budget_seconds`. Eager references are shared between graphs.
+    """
+    if mode is SelfCheck.OFF:
+        return
+    started = perf_counter()
+    eager: dict[Hashable, torch.Tensor] = {}
+    ladder = sorted((e.capacity for e in graphs.entries.values()), key=lambda c: c.rows)
+    for number, capacity in enumerate(ladder):
+        entry = graphs.entries[capacity.key]
+        smaller = [c for c in ladder[:number] if c.key.path == capacity.key.path][-1:]
+        for case_number, items in enumerate(_cases(execution, capacity, smaller)):
+            late = perf_counter() - started > budget_seconds
+            if case_number and (late or mode is SelfCheck.QUICK):
+                break
+            reason = _compare(adapter, execution, graphs, entry, items, eager, tolerance)
+            if reason is not None:
+                yield capacity.key, reason
+                break
+        keep = {_case_key(case) for case in _cases(execution, capacity, [])}
+        eager = {key: value for key, value in eager.items() if key in keep}
+
+
+def _cases(
+    execution: Execution, capacity: Capacity, smaller: Sequence[Capacity]
+) -> Iterator[tuple[ItemSpec, ...]]:
+    yield from execution.worst_cases(capacity)
+    for other in smaller:
+        most_padding = execution.fullest(other)
+        if execution.fits(capacity, most_padding):
+            yield most_padding
+
+
+def _case_key(items: Sequence[ItemSpec]) -> Hashable:
+    return tuple((item.modality, item.signature, item.frames) for item in items)
+
+
+def _compare(
+    adapter: EncoderAdapter,
+    execution: Execution,
+    graphs: GraphSet,
+    entry: Entry,
+    items: tuple[ItemSpec, ...],
+    eager: dict[Hashable, torch.Tensor],
+    tolerance: float | None,
+) -> str | None:
+    """Why the graph disagrees with eager on these items, or None."""
+    starts = token_starts(items)
+    request = adapter.example(items, seed=1)
+    key = _case_key(items)
+    if key not in eager:
+        group = GroupOutput(starts[-1])
+        execution.eager(request, items, starts, group)
+        eager[key] = group.filled()
+    if graphs.arena is not None:
+        graphs.arena.poison()
+    if entry.graph.poison is not None:
+        entry.graph.poison()
+    execution.forget()
+    group = GroupOutput(starts[-1])
+    try:
+        execution.replay(request, execution.prepare(entry, items, starts), group)
+    except ReplayError as error:
+        return f"self-check: the replay failed: {error}"
+    found = Difference.between(group.filled(), eager[key])
+    allowed = TOLERANCE.get(eager[key].dtype, 2e-2) if tolerance is None else tolerance
+    if not found.exceeds(allowed):
+        return None
+    sizes = ", ".join(str(item.tokens) for item in items[:8]) + (", …" if len(items) > 8 else "")
+    return (
+        f"self-check: differs from eager by relative L2 {found.relative_l2:.2e} "
+        f"(worst token {found.worst_token:.2e}, allowed {allowed:.0e}) "
+        f"for {len(items)} items of {sizes} tokens"
+    )

@@ -1,0 +1,64 @@
+"""Notices weights that were rebound after capture: a graph reads them by address."""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from time import monotonic
+from typing import Any
+
+import torch
+
+WINDOW = 128
+"""Tensors checked on every request; a full-size tower has some 350, which take 25 µs or more."""
+FULL_CHECK_SECONDS = 0.02
+"""A request later than this after the last full check makes one: idle servers check every time."""
+
+
+_GET: Callable[[Mapping[str, Any], str], Any] = dict.get  # type: ignore[assignment]
+_Place = tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor]
+
+
+class WeightWatch:
+    """The parameters and buffers of modules, as they were when graphs were captured.
+
+    In-place updates keep addresses and need no recapture. A tensor that was replaced
+    (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        places: dict[tuple[int, str], _Place] = {}
+        for root in modules:
+            for module in root.modules():
+                for table in (module._parameters, module._buffers):
+                    for name, tensor in table.items():
+                        if tensor is not None:
+                            places[id(table), name] = (table, name, tensor)
+        found = list(places.values())
+        self._windows = [_Window(found[at : at + WINDOW]) for at in range(0, len(found), WINDOW)]
+        self._next = 0
+        self._checked_at = monotonic()
+
+    def moved(self) -> bool:
+        """Whether any tensor was replaced, or its memory moved. Host work only, no device read."""
+        self._checked_at = monotonic()
+        return any(window.moved() for window in self._windows)
+
+    def moved_lately(self) -> bool:
+        """As `moved`, cheap enough for every request: a window in turn, all of them when idle."""
+        if len(self._windows) > 1 and monotonic() - self._checked_at < FULL_CHECK_SECONDS:
+            self._next = (self._next + 1) % len(self._windows)
+            return self._windows[self._next].moved()
+        return self.moved()
+
+
+class _Window:
+    def __init__(self, places: list[_Place]) -> None:
+        self._tables = [table for table, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._tensors = [tensor for _, _, tensor in places]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+
+    def moved(self) -> bool:
+        current = map(_GET, self._tables, self._names)
+        if not all(map(operator.is_, current, self._tensors)):
+            return True
+        return list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
