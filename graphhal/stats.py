@@ -54,12 +54,12 @@ class Statistics:
         used, replayed = self.rows_used.total(), self.rows_replayed.total()
         reasons: dict[str, dict[str, int]] = {}
         for (modality, reason), count in sorted(self.misses.items()):
-            reasons.setdefault(modality, {})[reason] = count
+            reasons.setdefault(modality, {})[str(reason)] = count
         return {
             "hits": dict(sorted(self.hits.items())),
             "misses": reasons,
             "replays": dict(sorted(self.replays.items())),
-            "eager_calls": dict(sorted(self.eager_calls.items())),
+            "eager_calls": {str(r): count for r, count in sorted(self.eager_calls.items())},
             "padding_waste": 0.0 if replayed == 0 else 1 - used / replayed,
             "padding_waste_by_graph": {
                 key: 1 - self.rows_used[key] / rows
