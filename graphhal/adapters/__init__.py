@@ -1,0 +1,1 @@
+"""Adapters that graphhal ships: one file for each family of encoders."""

@@ -1,0 +1,51 @@
+"""Sizes of a request as host integers, whatever they came in."""
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any
+
+from graphhal.errors import InputError
+
+
+def host_rows(values: Any, name: str, columns: int) -> tuple[tuple[int, ...], ...]:
+    """A table of host ints from a tensor, an array, or a list of either or of lists.
+
+    A device tensor is accepted, and read back: keep sizes on the host to avoid that.
+
+    Raises:
+        InputError: not a table of whole numbers with `columns` columns.
+    """
+    rows = values.tolist() if hasattr(values, "tolist") else values
+    try:
+        table = tuple([tuple(map(index, r.tolist() if hasattr(r, "tolist") else r)) for r in rows])
+    except TypeError as error:
+        raise InputError(
+            f"{name} must hold {columns} whole numbers for each item, got {values!r}"
+        ) from error
+    for number, row in enumerate(table):
+        if len(row) != columns:
+            raise InputError(f"{name} must have {columns} numbers, got {row}", number)
+    return table
+
+
+def host_ints(values: Any, name: str) -> tuple[int, ...]:
+    """One host int for each item, from a tensor, an array, or a list of ints or of tensors of one.
+
+    Raises:
+        InputError: something else than one whole number for each item.
+    """
+    flat = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(flat, Iterable) or isinstance(flat, str | bytes):
+        raise InputError(f"{name} must hold one whole number for each item, got {values!r}")
+    return tuple([_one_int(value, name, number) for number, value in enumerate(flat)])
+
+
+def _one_int(value: Any, name: str, item: int) -> int:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    try:
+        return index(value)
+    except TypeError as error:
+        raise InputError(f"{name} must be one whole number, got {value!r}", item) from error

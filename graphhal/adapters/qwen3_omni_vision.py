@@ -1,0 +1,500 @@
+"""Qwen3-Omni's vision encoder from transformers: images and videos, with DeepStack levels."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import isqrt, prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+    Qwen3OmniMoeVisionEncoderConfig,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
+
+from graphhal.adapter import BufferSpec, EncoderAdapter
+from graphhal.adapters.host_sizes import host_rows
+from graphhal.adapters.sample_files import is_film, read_film, read_image, sample_photograph
+from graphhal.adapters.seeded_weights import with_seeded_weights
+from graphhal.adapters.token_ladder import token_budgets
+from graphhal.adapters.transformers_attention import use_packed_attention
+from graphhal.errors import AdapterError, InputError, SettingsError
+from graphhal.items import ItemSpec
+from graphhal.plan import Capacity, GraphKey, SequenceBound
+from graphhal.platform import Platform
+from graphhal.settings import Settings
+
+MAX_FRAME_PATCHES = 4096
+"""Patches of one video frame, at most: the bound that video graphs bake, and their guard reads.
+A video graph has a slot for every frame, and a kernel's work grows with slots x bound."""
+VIDEO_LADDER_STEPS = 4
+"""Budgets in each doubling of the video ladder; frame chunks fill a graph better than images do."""
+CACHED_FRAME_SIZES = 64
+"""Frame sizes (h, w) whose host metadata is kept; one of 4096 tokens takes 640 KiB."""
+CACHED_GROUPS = 1024
+"""Groups (grids) whose item specs are kept."""
+
+PATCH_SIDE, FRAMES_OF_A_PATCH, MERGE = 16, 2, 2
+"""What the published processor configuration cuts pictures into."""
+MIN_IMAGE_PIXELS = 56 * 56
+MAX_IMAGE_PIXELS = 4096 * (PATCH_SIDE * MERGE) ** 2
+"""Larger pictures are scaled down on loading: 4096 tokens, the top of the default ladder."""
+MAX_FILM_FRAME_PIXELS = 256 * (PATCH_SIDE * MERGE) ** 2
+MAX_FILM_FRAMES = 768
+FILM_FRAMES_PER_SECOND = 2.0
+
+BOUNDARIES = "cu_seqlens"
+PIXELS = "pixel_values"
+KEYS = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+
+Grid = tuple[tuple[int, ...], ...]
+
+
+class Qwen3OmniVision(EncoderAdapter):
+    """Qwen3-Omni's vision encoder.
+
+    Rows are patches, tokens are merged patches, and every frame is one attention sequence. The
+    output levels are the merged features and one level for each DeepStack layer. Images and
+    videos have ladders of their own: transformers and vLLM encode them in separate calls too, and
+    image graphs need no slots for frames.
+
+    Requests are `pixel_values` (patches, width) with `image_grid_thw`, `pixel_values_videos` with
+    `video_grid_thw`, or both: images come first then. Grids may be CPU tensors, arrays or lists; a
+    device tensor costs a read.
+
+    Args:
+        encoder: transformers' `Qwen3OmniMoeVisionEncoder`; `prepare` changes its attention.
+        modalities: which ladders to offer.
+    """
+
+    name = "qwen3_omni_vision"
+
+    def __init__(
+        self,
+        encoder: Qwen3OmniMoeVisionEncoder,
+        modalities: Sequence[str] = ("image", "video"),
+    ) -> None:
+        if getattr(encoder, "interpolation_mode", "bilinear") != "bilinear":
+            raise AdapterError(f"{self.name}: only bilinear position interpolation is known")
+        self.encoder = encoder
+        self.modalities = tuple(modalities)
+        self.merge = int(encoder.config.spatial_merge_size)
+        self.merge_area = self.merge**2
+        self.table_side = isqrt(encoder.config.num_position_embeddings)
+        projection = encoder.patch_embed.proj.weight
+        self.patch_width = prod(projection.shape[1:])
+        self.device, self.dtype = projection.device, projection.dtype
+        self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
+        self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
+
+    def prepare(self, platform: Platform) -> None:
+        """Take the platform's attention."""
+        use_packed_attention(self.encoder, platform.info.attention)
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """The encoder."""
+        return (self.encoder,)
+
+    def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
+        """Images, then videos. Equal grids cost a cache look-up."""
+        specs: tuple[ItemSpec, ...] = ()
+        for modality in self.modalities:
+            pixels_key, grid_key = KEYS[modality]
+            pixels, grid = mm_kwargs.get(pixels_key), mm_kwargs.get(grid_key)
+            if pixels is None and grid is None:
+                continue
+            rows = self._pixel_rows(pixels, pixels_key, grid, grid_key)
+            specs += self._specs(modality, host_rows(grid, grid_key, 3), rows, len(specs))
+        if not specs:
+            wanted = " or ".join(" with ".join(KEYS[modality]) for modality in self.modalities)
+            raise InputError(f"the group is empty; pass {wanted}")
+        return specs
+
+    def _pixel_rows(self, pixels: Any, pixels_key: str, grid: Any, grid_key: str) -> int:
+        if pixels is None or grid is None:
+            missing, given = (pixels_key, grid_key) if pixels is None else (grid_key, pixels_key)
+            raise InputError(f"{given} came without {missing}; pass both")
+        if not isinstance(pixels, torch.Tensor):
+            raise InputError(
+                f"{pixels_key} must be one tensor of all patches, got {type(pixels).__name__}; "
+                "concatenate the items along dimension 0"
+            )
+        if pixels.dim() != 2 or pixels.shape[1] != self.patch_width:
+            raise InputError(
+                f"{pixels_key} must be (patches, {self.patch_width}), got {tuple(pixels.shape)}; "
+                "use the processor that belongs to this encoder"
+            )
+        if not pixels.dtype.is_floating_point:
+            raise InputError(
+                f"{pixels_key} is {pixels.dtype}; normalise the pixels to floating point first"
+            )
+        if pixels.device != self.device and pixels.device.type != "cpu":
+            raise InputError(
+                f"{pixels_key} is on {pixels.device}, the encoder on {self.device}; move it there"
+            )
+        return pixels.shape[0]
+
+    def _checked_specs(
+        self, modality: str, grid: Grid, pixel_rows: int, first: int
+    ) -> tuple[ItemSpec, ...]:
+        pixels_key, grid_key = KEYS[modality]
+        for index, (t, h, w) in enumerate(grid, first):
+            self._check_grid(modality, grid_key, t, h, w, index)
+        rows = sum(t * h * w for t, h, w in grid)
+        if rows != pixel_rows:
+            raise InputError(
+                f"{pixels_key} has {pixel_rows} patches, but {grid_key} {list(grid)} describes "
+                f"{rows}; pass the grid that the processor returned with these pixels",
+                first if len(grid) == 1 else None,
+            )
+        specs, offset = [], 0
+        for index, (t, h, w) in enumerate(grid, first):
+            specs.append(self._spec(index, modality, t, h, w, offset))
+            offset += t * h * w
+        return tuple(specs)
+
+    def _check_grid(self, modality: str, key: str, t: int, h: int, w: int, index: int) -> None:
+        shown = f"{key} is ({t}, {h}, {w})"
+        if min(t, h, w) < 1:
+            raise InputError(f"{shown}; every side must be 1 or more, drop empty items", index)
+        for side, length in (("height", h), ("width", w)):
+            if length % self.merge:
+                raise InputError(
+                    f"{shown}, whose {side} {length} is not a multiple of {self.merge}, the merge "
+                    "size; resize to whole merge blocks",
+                    index,
+                )
+        if modality == "image" and t != 1:
+            raise InputError(
+                f"{shown}, but an image has one frame (t = 1); pass a video as "
+                "pixel_values_videos with video_grid_thw",
+                index,
+            )
+
+    def _spec(self, index: int, modality: str, t: int, h: int, w: int, offset: int) -> ItemSpec:
+        return ItemSpec(
+            index=index,
+            modality=modality,
+            rows=t * h * w,
+            tokens=t * h * w // self.merge_area,
+            sequences={BOUNDARIES: (h * w,) * t},
+            signature=(modality, h, w),
+            row_offset=offset,
+            frames=t,
+            splittable=modality == "video",
+        )
+
+    def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
+        """A dense ladder for images and a coarser one for videos."""
+        ladder = {"image": self._image_capacity, "video": self._video_capacity}
+        steps = {"image": 8, "video": VIDEO_LADDER_STEPS}
+        unknown = set(self.modalities) - set(ladder)
+        if unknown:
+            raise SettingsError(
+                f"{self.name}: unknown modality {min(unknown)!r}; known: image, video"
+            )
+        return tuple(
+            ladder[modality](budget, settings)
+            for modality in self.modalities
+            for budget in token_budgets(settings, steps[modality])
+        )
+
+    def _image_capacity(self, budget: int, settings: Settings) -> Capacity:
+        rows, items = budget * self.merge_area, min(settings.max_items, budget)
+        bound = SequenceBound(rows=rows, slots=items + 1, max_seqlen=rows)
+        return Capacity(
+            GraphKey(self.name, "image", budget), rows, budget, items, {BOUNDARIES: bound}
+        )
+
+    def _video_capacity(self, budget: int, settings: Settings) -> Capacity:
+        rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
+        longest = min(rows, MAX_FRAME_PATCHES)
+        bound = SequenceBound(rows=rows, slots=frames - (-rows // longest), max_seqlen=longest)
+        items = min(settings.max_items, frames)
+        return Capacity(
+            GraphKey(self.name, "video", budget), rows, budget, items, {BOUNDARIES: bound}
+        )
+
+    def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
+        """Patches in the encoder's dtype; positions, interpolation and boundaries packed."""
+        rows = capacity.rows
+        slots = capacity.sequences[BOUNDARIES].slots
+        return {
+            PIXELS: BufferSpec((rows, self.patch_width), self.dtype),
+            BOUNDARIES: BufferSpec((slots + 1,), torch.int32, packed=True),
+            "position_ids": BufferSpec((rows, 2), torch.int32, packed=True),
+            "interp_indices": BufferSpec((rows, 4), torch.int32, packed=True),
+            "interp_weights": BufferSpec((rows, 4), torch.float32, packed=True),
+        }
+
+    def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
+        """`position_ids` (rows, 2) int32, `interp_indices` (rows, 4) int32, `interp_weights`
+        (rows, 4) float32."""
+        frames: list[tuple[npt.NDArray[Any], ...]] = []
+        for item in items:
+            h, w = _frame_size(item)
+            frames += [self._frame_metadata(h, w)] * item.frames
+        parts = (
+            frames[0]
+            if len(frames) == 1
+            else [np.concatenate(p) for p in zip(*frames, strict=True)]
+        )
+        return dict(zip(("position_ids", "interp_indices", "interp_weights"), parts, strict=True))
+
+    def _compute_frame_metadata(self, h: int, w: int) -> tuple[npt.NDArray[Any], ...]:
+        """One frame's metadata, patches in the order of merge blocks."""
+        rows, columns = np.divmod(np.arange(h * w, dtype=np.int32), np.int32(w))
+        blocks = (h // self.merge, self.merge, w // self.merge, self.merge)
+        rows, columns = (a.reshape(blocks).swapaxes(1, 2).ravel() for a in (rows, columns))
+        row_taps, row_weights = self._axis_taps(h)
+        column_taps, column_weights = self._axis_taps(w)
+        indices = row_taps[rows][:, :, None] * self.table_side + column_taps[columns][:, None, :]
+        weights = row_weights[rows][:, :, None] * column_weights[columns][:, None, :]
+        arrays = (np.stack((rows, columns), axis=1), indices.reshape(-1, 4), weights.reshape(-1, 4))
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
+    def _axis_taps(self, size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Two taps into the position table for each place of an axis, and their weights.
+
+        float32 throughout, in the order of operations that transformers uses: bit-equal to it.
+        """
+        places = np.arange(size, dtype=np.float32)
+        last = np.float32(self.table_side - 1)
+        if self.encoder.interpolation_align_corners:
+            source = places * last / np.float32(max(size - 1, 1))
+        else:
+            half = np.float32(0.5)
+            source = (places + half) * np.float32(self.table_side) / np.float32(size) - half
+        floor = np.floor(source)
+        offsets = np.arange(2, dtype=np.int32)
+        taps = (floor.astype(np.int32)[:, None] + offsets).clip(0, self.table_side - 1)
+        distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+        return taps, np.maximum(1 - distance, np.float32(0))
+
+    def stage(
+        self,
+        mm_kwargs: Mapping[str, Any],
+        items: Sequence[ItemSpec],
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """One copy for each run of neighbouring rows: one for a whole group."""
+        target, at = inputs[PIXELS], 0
+        for source in self._runs(mm_kwargs, items):
+            end = at + source.shape[0]
+            target[at:end].copy_(source)
+            at = end
+        if at < target.shape[0]:
+            target[at:].zero_()
+
+    def eager_inputs(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
+    ) -> dict[str, torch.Tensor]:
+        """The caller's own pixels where they are one contiguous run; a gathered copy otherwise."""
+        runs = list(self._runs(mm_kwargs, items))
+        pixels = runs[0] if len(runs) == 1 else torch.cat([run.to(self.dtype) for run in runs])
+        return {PIXELS: pixels.to(self.device, self.dtype).contiguous()}
+
+    def _runs(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
+    ) -> Iterator[torch.Tensor]:
+        """Views of the request's pixels, in the items' order, as few as there can be."""
+        modality, start, end = items[0].modality, items[0].row_offset, items[0].row_offset
+        for item in items:
+            if item.modality != modality or item.row_offset != end:
+                yield mm_kwargs[KEYS[modality][0]][start:end]
+                modality, start = item.modality, item.row_offset
+            end = item.row_offset + item.rows
+        yield mm_kwargs[KEYS[modality][0]][start:end]
+
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
+    ) -> Sequence[torch.Tensor]:
+        """Merged features, then the DeepStack levels; each (tokens, out_hidden)."""
+        output = self.encoder(
+            inputs[PIXELS],
+            None,
+            cu_seqlens=inputs[BOUNDARIES],
+            max_seqlen=max_seqlen[BOUNDARIES],
+            position_ids=inputs["position_ids"],
+            interp_indices=inputs["interp_indices"],
+            interp_weights=inputs["interp_weights"],
+            return_dict=True,
+        )
+        return [output.pooler_output, *output.deepstack_features]
+
+    def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
+        """Normally distributed pixels on the encoder's device."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        request: dict[str, Any] = {}
+        for modality, (pixels_key, grid_key) in KEYS.items():
+            own = [item for item in items if item.modality == modality]
+            if own:
+                rows = sum(item.rows for item in own)
+                request[pixels_key] = torch.randn(
+                    (rows, self.patch_width),
+                    generator=generator,
+                    dtype=self.dtype,
+                    device=self.device,
+                )
+                request[grid_key] = [[item.frames, *_frame_size(item)] for item in own]
+        return request
+
+    def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
+        """Full, one token short, many short sequences at full and at low load."""
+        budget, items = capacity.tokens, capacity.items
+        if capacity.key.path == "video":
+            longest = capacity.sequences[BOUNDARIES].max_seqlen // self.merge_area
+            frames = min(budget, capacity.sequences[BOUNDARIES].slots - -(-budget // longest))
+            groups = [_videos(budget, longest, frames), _videos(budget - 1, longest, frames)]
+            if items > 1:
+                groups.append([(frames // 2, 1), (1, min(longest, budget - frames // 2))])
+            groups.append([(frames, 1)])
+        else:
+            groups = [[(1, budget)], [(1, budget - 1)]]
+            groups += [[(1, 1)] * (items - 1) + [(1, budget - items + 1)], [(1, 1)] * items]
+        seen: list[list[tuple[int, int]]] = []
+        for group in groups:
+            if group not in seen and group and all(min(sizes) > 0 for sizes in group):
+                seen.append(group)
+                yield self._items_of(capacity.key.path, group)
+
+    def _items_of(self, modality: str, sizes: Sequence[tuple[int, int]]) -> tuple[ItemSpec, ...]:
+        """Specs of items given as (frames, tokens of a frame), as square as they can be."""
+        specs: list[ItemSpec] = []
+        for index, (frames, tokens) in enumerate(sizes):
+            short = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
+            h, w = short * self.merge, tokens // short * self.merge
+            offset = specs[-1].row_offset + specs[-1].rows if specs else 0
+            specs.append(self._spec(index, modality, frames, h, w, offset))
+        return tuple(specs)
+
+
+def _frame_size(item: ItemSpec) -> tuple[int, int]:
+    signature: Any = item.signature
+    return signature[1], signature[2]
+
+
+def _videos(tokens: int, longest: int, frames: int) -> list[tuple[int, int]]:
+    """(frames, tokens of a frame) of videos with `tokens` tokens in all, frames as long as fits."""
+    for count in range(-(-tokens // longest), frames + 1):
+        if count and tokens % count == 0:
+            return [(count, tokens // count)]
+    return [(tokens // longest, longest), (1, tokens % longest)]
+
+
+def _tiny() -> Qwen3OmniMoeVisionEncoderConfig:
+    return Qwen3OmniMoeVisionEncoderConfig(
+        depth=4,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        out_hidden_size=32,
+        deepstack_visual_indexes=[0, 1, 2],
+    )
+
+
+def _full() -> Qwen3OmniMoeVisionEncoderConfig:
+    """Vision configuration of Qwen3-Omni-30B-A3B; its text model is 2048 wide."""
+    return Qwen3OmniMoeVisionEncoderConfig(out_hidden_size=2048)
+
+
+class Qwen3OmniVisionFactory:
+    """Finds, builds and feeds `Qwen3OmniVision`."""
+
+    name = "qwen3_omni_vision"
+    modality = "image"
+    presets = MappingProxyType({"tiny": _tiny, "full": _full})
+
+    def wrap(self, module: torch.nn.Module) -> Qwen3OmniVision | None:
+        """An adapter for transformers' encoder; None for any other module."""
+        if isinstance(module, Qwen3OmniMoeVisionEncoder):
+            return Qwen3OmniVision(module)
+        return None
+
+    def build(
+        self, preset: str, device: torch.device, dtype: torch.dtype, seed: int = 0
+    ) -> Qwen3OmniVision:
+        """The encoder with seeded random weights.
+
+        Raises:
+            SettingsError: no such preset.
+        """
+        if preset not in self.presets:
+            raise SettingsError(f"unknown preset {preset!r}; presets: {', '.join(self.presets)}")
+        config = self.presets[preset]()
+        config._attn_implementation = "sdpa"
+        encoder = with_seeded_weights(
+            lambda: Qwen3OmniMoeVisionEncoder(config), device, dtype, seed
+        )
+        rotary = encoder.rotary_pos_emb
+        frequencies, _ = rotary.compute_axial_rope_parameters(config)
+        rotary.inv_freq = frequencies.to(device)
+        rotary.original_inv_freq = frequencies.to(device, copy=True)
+        return Qwen3OmniVision(encoder)
+
+    def load(self, adapter: EncoderAdapter, files: Sequence[Path]) -> dict[str, Any]:
+        """Pictures and films through transformers' own image processor, or a sample.
+
+        Films are sampled at `FILM_FRAMES_PER_SECOND`, and their frames patched in pairs. Frames go
+        through the image processor, because transformers' video processor needs torchvision.
+
+        Raises:
+            InputError: a file cannot be decoded.
+        """
+        paths = list(files) or [sample_photograph()]
+        request: dict[str, Any] = {}
+        for modality, read in (("image", self._read_image), ("video", self._read_film)):
+            chosen = [(n, p) for n, p in enumerate(paths) if is_film(p) == (modality == "video")]
+            if chosen:
+                pixels, grids = zip(*(read(path, item) for item, path in chosen), strict=True)
+                pixels_key, grid_key = KEYS[modality]
+                request[pixels_key] = torch.from_numpy(np.concatenate(pixels)).to(
+                    adapter.device, adapter.dtype
+                )
+                request[grid_key] = torch.tensor(grids)
+        return request
+
+    def _read_image(self, path: Path, item: int) -> tuple[npt.NDArray[np.float32], list[int]]:
+        return _patches(read_image(path, item), MAX_IMAGE_PIXELS, path, item)
+
+    def _read_film(self, path: Path, item: int) -> tuple[npt.NDArray[np.float32], list[int]]:
+        frames = read_film(path, item, FILM_FRAMES_PER_SECOND, MAX_FILM_FRAMES)
+        frames += frames[-1:] * (len(frames) % FRAMES_OF_A_PATCH)
+        patched = [_patches(frame, MAX_FILM_FRAME_PIXELS, path, item) for frame in frames]
+        (_, h, w) = patched[0][1]
+        # A still picture fills a patch with copies of itself: (rows, channels, frames, side, side).
+        stills = np.stack([pixels for pixels, _ in patched])
+        shape = (len(frames) // FRAMES_OF_A_PATCH, FRAMES_OF_A_PATCH, h * w, -1)
+        cut = stills.reshape(*shape[:3], 3, FRAMES_OF_A_PATCH, PATCH_SIDE**2)
+        pairs = np.stack([cut[:, n, :, :, n] for n in range(FRAMES_OF_A_PATCH)], axis=3)
+        return pairs.reshape(shape[0] * h * w, -1), [shape[0], h, w]
+
+
+def _patches(
+    image: Image.Image, most_pixels: int, path: Path, item: int
+) -> tuple[npt.NDArray[np.float32], list[int]]:
+    """Patches (rows, width) float32 of one picture, and its grid."""
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=PATCH_SIDE,
+        temporal_patch_size=FRAMES_OF_A_PATCH,
+        merge_size=MERGE,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+        min_pixels=MIN_IMAGE_PIXELS,
+        max_pixels=most_pixels,
+    )
+    try:
+        out = processor(images=image, return_tensors="np")
+    except ValueError as error:
+        raise InputError(f"{path}: {error}", item) from error
+    return out["pixel_values"].astype(np.float32), out["image_grid_thw"][0].tolist()
