@@ -680,8 +680,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], type[CaptureError], str], ...] = (
     (
         ("not permitted when stream is capturing", "streamcaptureunsupported"),
         HostReadError,
-        "it reads a device value, or waits for the device (.item(), .tolist(), bool(), nonzero(), "
-        + "synchronize()). Compute it from host integers",
+        "it waits for a device value (.item(), .tolist(), bool(), …); use host integers instead",
     ),
     (
         ("previous error during capture", "streamcaptureinvalidated", "invalid capture"),
