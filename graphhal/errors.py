@@ -68,5 +68,9 @@ class ResourceExhaustedError(CaptureError):
     """Memory, streams or events ran out during capture."""
 
 
+class PeersError(GraphhalError):
+    """Ranks disagree about what they serve, or a rank did not answer in time."""
+
+
 class ReplayError(GraphhalError):
     """A captured graph could not be launched."""

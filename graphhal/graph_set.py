@@ -13,6 +13,7 @@ from graphhal.arena import Arena, Layout
 from graphhal.boundaries import Boundaries
 from graphhal.errors import CaptureError, ResourceExhaustedError
 from graphhal.outputs import as_levels, write_levels
+from graphhal.peers import Peers
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, Platform
 from graphhal.settings import Settings
@@ -94,8 +95,11 @@ class GraphSet:
     static output, each of the largest graph's size: a replay overwrites what the one before left.
     """
 
-    def __init__(self, adapter: EncoderAdapter, platform: Platform, settings: Settings) -> None:
+    def __init__(
+        self, adapter: EncoderAdapter, platform: Platform, settings: Settings, peers: Peers
+    ) -> None:
         self._adapter = adapter
+        self._peers = peers
         self._platform = platform
         self._settings = settings
         self._pool: Any = None
@@ -130,6 +134,7 @@ class GraphSet:
                 self.arena = self._allocate(left, output)
             capacity, layout = left.pop(0)
             problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
+            problem = self._agreed(capacity.key, problem, report)
             if problem is not None:
                 report.dropped.append(Dropped(capacity.key, str(problem)))
                 self._shrink()
@@ -207,6 +212,22 @@ class GraphSet:
         self.entries[capacity.key] = entry
         report.captured.append(Captured(capacity.key, graph.num_bytes, perf_counter() - started))
         return None
+
+    def _agreed(
+        self, key: GraphKey, problem: CaptureError | None, report: CaptureReport
+    ) -> CaptureError | None:
+        """The problem of any rank: a graph that one rank lacks, none of them keeps."""
+        if self._peers.size == 1:
+            return problem
+        exhausted = isinstance(problem, ResourceExhaustedError)
+        own = None if problem is None else str(problem)
+        stop = any(self._peers.exchange(f"exhausted at {key}", exhausted))
+        found = self._peers.first_problem(f"capture of {key}", own)
+        if found is None:
+            return None
+        self.drop(key)
+        report.captured = [line for line in report.captured if line.key != key]
+        return ResourceExhaustedError(found) if stop else CaptureError(found)
 
     def _shrink(self) -> None:
         """Give the arenas back where no graph reads them: a smaller graph gets smaller ones."""

@@ -17,6 +17,7 @@ from graphhal.execution import Execution, GroupOutput, OuterCaptureError, Prepar
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
 from graphhal.items import ItemSpec
 from graphhal.outputs import split_items, token_starts
+from graphhal.peers import Peers
 from graphhal.plan import Capacity, CostTable, Eager, GraphKey, MissReason, Planner
 from graphhal.platform import MemoryProfile, Platform
 from graphhal.settings import Policy, Settings
@@ -45,27 +46,35 @@ class EncoderGraphs:
         adapter: the encoder.
         platform: the active platform, from `graphhal.open_platform`.
         settings: options; by default from the environment.
+        peers: the ranks that serve the same encoder together (tensor-parallel weights); they
+            capture alike and take the same decision for every group. By default this one alone.
 
     Every tensor that `run` returns belongs to the caller; no later replay overwrites it. Safe to
     call from several threads, one request at a time.
     """
 
     def __init__(
-        self, adapter: EncoderAdapter, platform: Platform, settings: Settings | None = None
+        self,
+        adapter: EncoderAdapter,
+        platform: Platform,
+        settings: Settings | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.adapter = adapter
         self.platform = platform
         self.settings = settings or Settings()
+        self.peers = peers or Peers()
         self.statistics = Statistics()
         self.report = CaptureReport()
         self._lock = RLock()
         adapter.prepare(platform)
         self._execution = Execution(adapter, platform)
-        self._graphs = GraphSet(adapter, platform, self.settings)
+        self._graphs = GraphSet(adapter, platform, self.settings, self.peers)
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self._groups_bytes = 0
         self._watch: WeightWatch | None = None
         self._costs: CostTable | None = None
+        self._output_kind: tuple[int, torch.dtype] | None = None
         self._dropped: dict[GraphKey, str] = {}
         self._plan_with_graphs()
 
@@ -88,6 +97,7 @@ class EncoderGraphs:
         with self._lock:
             self.clear()
             ladder = [c for c in self.ladder() if keys is None or c.key in keys]
+            self.peers.all_have("ladder to capture", [str(capacity.key) for capacity in ladder])
             if not ladder:
                 return self.report
             self._watch = WeightWatch(self.adapter.modules())
@@ -98,7 +108,8 @@ class EncoderGraphs:
             self.report = report
             self._check(report)
             if self.settings.policy is Policy.MEASURED:
-                self._costs = cost.measure(self.adapter, self._execution, self._graphs)
+                costs = cost.measure(self.adapter, self._execution, self._graphs)
+                self._costs = self.peers.exchange("measured costs", costs)[0]
             self._dropped = {dropped.key: dropped.reason for dropped in report.dropped}
             for dropped in report.dropped:
                 log.warning("graph %s is not used: %s", dropped.key, dropped.reason)
@@ -116,7 +127,13 @@ class EncoderGraphs:
         Raises:
             InputError: an item is wrong; nothing was computed.
         """
-        items = self.adapter.item_specs(mm_kwargs)
+        return self.run_items(mm_kwargs, self.adapter.item_specs(mm_kwargs))
+
+    def run_items(
+        self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...]
+    ) -> list[torch.Tensor]:
+        """As `run`, for some of a request's items: their `row_offset` says where their rows are,
+        their `index` where they come in the result (0, 1, …)."""
         if not items:
             return []
         with self._lock:
@@ -165,6 +182,14 @@ class EncoderGraphs:
                 return True
             self._weights_moved()
             return False
+
+    def output_kind(self) -> tuple[int, torch.dtype]:
+        """Width and dtype of every output."""
+        with self._lock:
+            if self._output_kind is None:
+                output = self._first_output(self.ladder())
+                self._output_kind = (output.shape[1], output.dtype)
+            return self._output_kind
 
     def profile_memory(self) -> MemoryProfile:
         """What capturing the ladder would take, measured; nothing is kept."""
@@ -235,7 +260,7 @@ class EncoderGraphs:
         self, mm_kwargs: Mapping[str, Any], step: PreparedReplay, output: GroupOutput
     ) -> MissReason | None:
         """Replay one step; the reason where it must run eagerly after all."""
-        if self._watch is not None and self._watch.moved_lately():
+        if self._watch is not None and self._moved(self._watch):
             self._weights_moved()
             return MissReason.WEIGHTS_MOVED
         capacity = step.entry.capacity
@@ -246,6 +271,8 @@ class EncoderGraphs:
         except OuterCaptureError:
             return MissReason.OUTER_CAPTURE
         except ReplayError as error:
+            if self.peers.size > 1:
+                raise  # the other ranks replay: an eager call here would miss their collectives
             log.exception("graph %s: its inputs run eagerly from now on", capacity.key)
             self._execution.forget()
             self.drop(capacity.key, f"replay failed: {error}")
@@ -254,6 +281,10 @@ class EncoderGraphs:
             str(capacity.key), sum(item.rows for item in step.items), capacity.rows
         )
         return None
+
+    def _moved(self, watch: WeightWatch) -> bool:
+        """Ranks look at every weight each time: a sample could differ between them."""
+        return watch.moved_lately() if self.peers.size == 1 else watch.moved()
 
     def _weights_moved(self) -> None:
         reason = "weights were rebound after capture; capture again to use graphs"
@@ -265,7 +296,7 @@ class EncoderGraphs:
 
     def _group(self, items: tuple[ItemSpec, ...]) -> _Group:
         """How to serve items of these sizes; kept, since sizes come again."""
-        key = tuple((item.modality, item.signature, item.frames) for item in items)
+        key = tuple((item.modality, item.signature, item.frames, item.row_offset) for item in items)
         group = self._groups.get(key)
         if group is not None:
             self._groups.move_to_end(key)
@@ -310,6 +341,16 @@ class EncoderGraphs:
         return output.filled()
 
     def _limit(self) -> int | None:
+        return min(
+            (
+                each
+                for each in self.peers.exchange("memory limit", self._own_limit())
+                if each is not None
+            ),
+            default=None,
+        )
+
+    def _own_limit(self) -> int | None:
         limit = self.settings.memory_limit
         if isinstance(limit, int) or limit is None:
             return limit
@@ -331,6 +372,7 @@ class EncoderGraphs:
             self.settings.self_check,
             self.settings.tolerance,
             report.seconds,
+            self.peers,
         )
         for key, reason in found:
             self._graphs.drop(key)

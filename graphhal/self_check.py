@@ -16,6 +16,7 @@ from graphhal.execution import Execution, GroupOutput
 from graphhal.graph_set import Entry, GraphSet
 from graphhal.items import ItemSpec
 from graphhal.outputs import token_starts
+from graphhal.peers import Peers
 from graphhal.plan import Capacity, GraphKey
 from graphhal.settings import SelfCheck
 
@@ -73,6 +74,7 @@ def check(
     mode: SelfCheck,
     tolerance: float | None,
     budget_seconds: float,
+    peers: Peers,
 ) -> Iterator[tuple[GraphKey, str]]:
     """Yield (key, reason) of every graph that must not be used.
 
@@ -88,10 +90,12 @@ def check(
         entry = graphs.entries[capacity.key]
         smaller = [c for c in ladder[:number] if c.key.path == capacity.key.path][-1:]
         for case_number, items in enumerate(_cases(execution, capacity, smaller)):
-            late = perf_counter() - started > budget_seconds
+            # Ranks must run the same cases, so only a rank alone may stop for lack of time.
+            late = peers.size == 1 and perf_counter() - started > budget_seconds
             if case_number and (late or mode is SelfCheck.QUICK):
                 break
             reason = _compare(adapter, execution, graphs, entry, items, eager, tolerance)
+            reason = peers.first_problem(f"self-check of {capacity.key}", reason)
             if reason is not None:
                 yield capacity.key, reason
                 break
