@@ -1,0 +1,104 @@
+"""How large graphs may become: vLLM's encoder-graph options and graphhal's, in one place."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphhal.adapters.token_ladder import token_budgets
+from graphhal.errors import SettingsError
+from graphhal.settings import Settings
+
+BUDGETS = "compilation_config.encoder_cudagraph_token_budgets"
+ITEMS = "compilation_config.encoder_cudagraph_max_vision_items_per_batch"
+FRAMES = "compilation_config.encoder_cudagraph_max_frames_per_batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes that graphs may have.
+
+    Attributes:
+        budgets: token budgets that an option names; None where the ladder is chosen.
+        low: smallest budget of a chosen ladder.
+        high: largest budget of a chosen ladder.
+        items: items in one graph, at most.
+        frames: video frames in one graph, at most; 0 where no video can come.
+    """
+
+    budgets: tuple[int, ...] | None
+    low: int
+    high: int
+    items: int
+    frames: int
+
+    def items_for(self, budget: int) -> int:
+        """Items in a graph of this budget: every item has a token or more."""
+        return max(1, min(self.items, budget))
+
+    def frames_for(self, budget: int) -> int:
+        """Frames in a graph of this budget: every frame has a token or more."""
+        return max(self.items_for(budget), min(self.frames, budget))
+
+
+def dense_budgets(high: int) -> tuple[int, ...]:
+    """graphhal's dense ladder up to `high`; graphs share their memory, so it costs none."""
+    return token_budgets(Settings.model_construct(token_budgets=None, max_tokens=high))
+
+
+def merged(settings: Settings, compilation: Any) -> Settings:
+    """Settings with vLLM's encoder-graph options in them.
+
+    Raises:
+        SettingsError: both sides set one option, differently.
+    """
+    changes: dict[str, Any] = {}
+    theirs = tuple(sorted(set(getattr(compilation, BUDGETS.rpartition(".")[2], None) or ())))
+    if theirs:
+        _agree(settings, "token_budgets", theirs, BUDGETS)
+        changes["token_budgets"] = theirs
+    items = getattr(compilation, ITEMS.rpartition(".")[2], None)
+    if items:
+        _agree(settings, "max_items", items, ITEMS)
+        changes["max_items"] = items
+    frames = getattr(compilation, FRAMES.rpartition(".")[2], None)
+    if frames:
+        _agree(settings, "max_frames", frames, FRAMES)
+        changes["max_frames"] = frames
+    return settings.model_copy(update=changes)
+
+
+def _agree(settings: Settings, name: str, theirs: Any, their_name: str) -> None:
+    ours = getattr(settings, name)
+    if name in settings.model_fields_set and ours != theirs:
+        raise SettingsError(
+            f"vLLM's {their_name} is {_shown(theirs)}, but graphhal's {name} is {_shown(ours)}; "
+            "set one of them, or both alike"
+        )
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def limits_of(settings: Settings, vllm_config: Any, model: Any) -> Limits:
+    """Limits for a model with the protocol.
+
+    Args:
+        settings: already `merged` with vLLM's options.
+        vllm_config: the engine's configuration.
+        model: asked for its budget range where no option names budgets.
+    """
+    low, high = 1, settings.max_tokens
+    if settings.token_budgets is None:
+        low, high = (int(n) for n in model.get_encoder_cudagraph_budget_range(vllm_config))
+        if not 0 < low <= high:
+            raise SettingsError(f"{type(model).__name__} names the budget range {low} to {high}")
+        high = max(low, min(high, settings.max_tokens))
+    else:
+        low, high = settings.token_budgets[0], settings.token_budgets[-1]
+    return Limits(settings.token_budgets, low, high, settings.max_items, frames_of(settings, vllm_config))
+
+
+def frames_of(settings: Settings, vllm_config: Any) -> int:
+    """Video frames in one graph, at most; 0 where no video can come."""
+    multimodal = vllm_config.model_config.multimodal_config
+    return 0 if multimodal.get_limit_per_prompt("video") == 0 else settings.max_frames

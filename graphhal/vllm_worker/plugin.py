@@ -1,0 +1,151 @@
+"""The entry point that vLLM calls in every process, and the one place that is replaced.
+
+`register` runs before any configuration exists. It touches nothing of vLLM: it watches, in
+`sys.meta_path`, for the modules below to be imported. When the encoder-graph module is imported,
+the configuration is looked for in the frames of the importer:
+
+* V1 runners import it only where `cudagraph_mm_encoder` is on.
+* V2 runners always import it. Where the configuration in sight says off, nothing is replaced.
+
+What is replaced is `EncoderCudaGraphManager.__new__`: whoever constructs a manager, under whatever
+name it was imported, gets graphhal's executor, or vLLM's own manager where graphhal declines.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import FrameType, ModuleType
+from typing import Any
+
+from graphhal.vllm_worker.touched import ENCODER_CUDAGRAPH
+
+log = logging.getLogger(__name__)
+
+OPT_IN_MODULES = (
+    "vllm.model_executor.models.qwen3_omni_moe_thinker",
+    "vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker",
+    "vllm_omni.model_executor.models.covo_audio.covo_audio",
+)
+"""Modules of models that have no encoder-graph protocol and gain it on opt-in."""
+
+
+def register() -> None:
+    """Watch for vLLM's encoder graphs. Idempotent; imports nothing of vLLM, logs nothing."""
+    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+    for name in (ENCODER_CUDAGRAPH, *OPT_IN_MODULES):
+        module = sys.modules.get(name)
+        if module is not None and not _is_being_imported(module):
+            _imported(module)
+
+
+def install() -> None:
+    """Serve encoder graphs of every engine that this process starts from now on.
+
+    Only needed where one process starts several engines, the first of them on the V2 runner
+    without encoder graphs; `register` finds everything else by itself.
+    """
+    register()
+    module = __import__(ENCODER_CUDAGRAPH, fromlist=["EncoderCudaGraphManager"])
+    _replace_constructor(module.EncoderCudaGraphManager)
+
+
+def config_in_sight() -> Any | None:
+    """The vLLM configuration of the code that is running, from its frames; None where none is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_locals
+        owner = names.get("self")
+        owned = getattr(owner, "__dict__", {}).get("vllm_config")
+        for candidate in (names.get("vllm_config"), owned):
+            if hasattr(candidate, "compilation_config"):
+                return candidate
+        frame = frame.f_back
+    return None
+
+
+def wants_encoder_graphs(vllm_config: Any) -> bool:
+    """Whether the one flag is on. A configuration without the field never turns anything on."""
+    compilation = getattr(vllm_config, "compilation_config", None)
+    return getattr(compilation, "cudagraph_mm_encoder", False) is True
+
+
+class _Watch(MetaPathFinder):
+    """Calls back after one of the watched modules was imported; finds nothing itself."""
+
+    def __init__(self) -> None:
+        self._looking = False
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if self._looking or fullname not in (ENCODER_CUDAGRAPH, *OPT_IN_MODULES):
+            return None
+        self._looking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AfterImport(spec.loader)
+        return spec
+
+
+class _AfterImport(Loader):
+    """A module's own loader, with a call after it has run."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module and its spec must look as if nobody had watched.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _imported(module)
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def _imported(module: ModuleType) -> None:
+    vllm_config = config_in_sight()
+    if vllm_config is not None and not wants_encoder_graphs(vllm_config):
+        log.debug("%s: encoder graphs are off, nothing is replaced", module.__name__)
+        return
+    if module.__name__ == ENCODER_CUDAGRAPH:
+        _replace_constructor(module.EncoderCudaGraphManager)
+    if vllm_config is not None:
+        from graphhal.vllm_worker import towers
+
+        towers.admit(vllm_config)
+
+
+def _replace_constructor(manager: type) -> None:
+    if getattr(manager.__dict__.get("__new__"), "__func__", None) is _construct:
+        return
+    manager.__new__ = staticmethod(_construct)  # type: ignore[assignment]
+    log.debug("%s.%s constructs graphhal's executor", manager.__module__, manager.__qualname__)
+
+
+def _construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """What `EncoderCudaGraphManager(...)` gives: graphhal's executor, or vLLM's own manager."""
+    from graphhal.vllm_worker import executor
+
+    build: Callable[..., Any] = executor.build
+    made = build(*args, **kwargs)
+    return object.__new__(cls) if made is None else made

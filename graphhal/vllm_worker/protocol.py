@@ -1,0 +1,108 @@
+"""The two spellings of vLLM's encoder-graph protocol: 0.26, and 0.27 to 0.33."""
+
+import inspect
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+AXIS_KEYS = "encoder_cudagraph_axis_keys"
+"""Where a model leaves its resolved capture axes among the selected kwargs (0.30 on)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathRule:
+    """Budgets of one of a model's paths.
+
+    Attributes:
+        minimum: smallest budget; None for the model's own range.
+        optional: a group may leave the path out.
+        shares_kwargs: one of several paths, whose buffers hold every item of the group.
+    """
+
+    minimum: int | None = None
+    optional: bool = False
+    shares_kwargs: bool = False
+
+
+class Dialect:
+    """How the installed vLLM spells the protocol; read from the model's own signatures."""
+
+    def paths(self, config: Any) -> dict[str, PathRule]:
+        """The model's paths, by name."""
+        if getattr(config, "enable_dual_path_graph", False):
+            return {
+                "global": PathRule(config.global_token_per_image, shares_kwargs=True),
+                "local": PathRule(config.local_token_per_patch, True, shares_kwargs=True),
+            }
+        paths = getattr(config, "paths", None)
+        if not paths:
+            return {"default": PathRule()}
+        return {
+            name: PathRule(rule.min_token_budget, rule.allow_zero_tokens, len(paths) > 1)
+            for name, rule in paths.items()
+        }
+
+    def axes(self, config: Any) -> Sequence[Sequence[Hashable]]:
+        """Capture axes beside the token budget; none before 0.30."""
+        axes: Sequence[Sequence[Hashable]] = getattr(config, "capture_axes", ())
+        return axes
+
+    def path_tokens(self, spec: Any, path: str) -> int:
+        """Output tokens that one item takes on a path; 0 where it is not there."""
+        if path == "default":
+            return int(spec.output_tokens)
+        if hasattr(spec, "path_output_tokens"):
+            return int(spec.path_output_tokens.get(path, 0))
+        return int(getattr(spec, f"{path}_output_tokens", 0))
+
+    def select(
+        self, model: Any, mm_kwargs: Mapping[str, Any], positions: list[int]
+    ) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
+        """The kwargs of some items, and their capture axes."""
+        selected = dict(model.select_encoder_cudagraph_items(dict(mm_kwargs), positions))
+        return selected, tuple(selected.pop(AXIS_KEYS, ()))
+
+    def capture_inputs(
+        self,
+        model: Any,
+        budget: int,
+        items: int,
+        frames: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str,
+        axes: tuple[Hashable, ...],
+    ) -> dict[str, torch.Tensor | None]:
+        """The model's dummy inputs for one graph."""
+        prepare = model.prepare_encoder_cudagraph_capture_inputs
+        extra = (axes,) if "axis_keys" in inspect.signature(prepare).parameters else ()
+        values: dict[str, torch.Tensor | None] = prepare(
+            budget, items, frames, device, dtype, path, *extra
+        ).values
+        return dict(values)
+
+    def postprocess(
+        self,
+        model: Any,
+        outputs: Mapping[str, torch.Tensor],
+        tokens: Sequence[int],
+        mm_kwargs: Mapping[str, Any],
+    ) -> list[torch.Tensor]:
+        """One tensor per item, by the model's own postprocessing of what its paths made."""
+        found: dict[int, torch.Tensor] = {}
+        indices = list(range(len(tokens)))
+        first = next(iter(inspect.signature(model.postprocess_encoder_output).parameters))
+        if first == "outputs":
+            model.postprocess_encoder_output(
+                dict(outputs), indices, list(tokens), found,
+                clone=False, batch_mm_kwargs=dict(mm_kwargs),
+            )
+        else:
+            whole = outputs.get("default", outputs.get("global"))
+            model.postprocess_encoder_output(
+                whole, indices, list(tokens), found,
+                clone=False, batch_mm_kwargs=dict(mm_kwargs), local_output=outputs.get("local"),
+            )
+        return [found[index] for index in indices]

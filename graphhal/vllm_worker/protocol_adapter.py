@@ -1,0 +1,510 @@
+"""Any model with vLLM's encoder-graph protocol, where the model's own code prepares the buffers."""
+
+import logging
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphhal.adapter import BufferSpec, EncoderAdapter
+from graphhal.errors import AdapterError
+from graphhal.items import ItemSpec
+from graphhal.plan import Capacity, GraphKey
+from graphhal.platform import Platform
+from graphhal.settings import Settings
+from graphhal.vllm_worker.limits import Limits, dense_budgets
+from graphhal.vllm_worker.protocol import Dialect, PathRule
+
+log = logging.getLogger(__name__)
+
+MARKER = "graph_number"
+"""A static input that nothing reads: its length tells which graph a forward belongs to."""
+EAGER = "eager_request"
+"""The input that tells `forward` to run the model's own eager code."""
+CAPTURE_INPUTS = "graphhal_capture_inputs"
+"""The key of an example that stands for the model's own dummy inputs."""
+BOUNDS = {
+    "cu_seqlens": ("max_seqlen", "max_seqlen_full"),
+    "cu_window_seqlens": ("max_seqlen_window",),
+}
+"""Buffers that hold boundaries, and the host scalar that bounds their longest sequence."""
+
+
+class RefusedError(Exception):
+    """The buffers that the model prepared do not fit this graph; the group runs eagerly."""
+
+
+@dataclass(slots=True)
+class _Captured:
+    """What one graph was captured with.
+
+    Attributes:
+        number: of the graph in its ladder.
+        specs: static inputs, by name.
+        constants: host tensors, baked into the graph.
+        ends: per boundary buffer, its rows, and the ends of dummy sequences after the last one.
+        dense: tokens in the model's own output, which may be more or fewer than the budget.
+    """
+
+    number: int
+    items: int
+    frames: int
+    specs: dict[str, BufferSpec]
+    constants: dict[str, torch.Tensor]
+    ends: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
+
+
+class ProtocolAdapter(EncoderAdapter):
+    """One path of a model with the protocol.
+
+    The engine sees output tokens as rows; what a graph can hold beyond that is the model's word:
+    its capture buffers, against which every prepared replay buffer is checked. `stage` raises
+    `RefusedError` where one does not fit, and where a host scalar (a `max_seqlen`, baked at
+    capture) is larger than the one that was captured.
+
+    Boundary buffers (`cu_seqlens`, `cu_window_seqlens`) are allocated with room for the padding:
+    rows past the last sequence become dummy sequences of their own, no longer than the captured
+    bound, so that no kernel leaves them unwritten.
+
+    Args:
+        model: the model, unwrapped.
+        dialect: how this vLLM spells the protocol.
+        path: one of the model's paths.
+        rule: budgets of that path.
+        limits: budgets, items and frames that the options allow.
+        device: of the graphs.
+        dtype: of the graphs' floating-point inputs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dialect: Dialect,
+        path: str,
+        rule: PathRule,
+        limits: Limits,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model = model
+        self.dialect = dialect
+        self.path_name = path
+        self.rule = rule
+        self.limits = limits
+        self.device, self.dtype = device, dtype
+        self.config = model.get_encoder_cudagraph_config()
+        self.modalities = tuple(self.config.modalities)
+        suffix = "" if path == "default" else f"_{path}"
+        self.name = f"{type(model).__name__}{suffix}"
+        self._axes = tuple(product(*(tuple(axis) for axis in dialect.axes(self.config))))
+        self._captured: dict[GraphKey, _Captured] = {}
+        self._by_number: list[_Captured] = []
+        self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
+        self._grid: _GridRequests | None = None
+        self._keeps_boundaries = _scales_boundaries(model)
+        self._budgets: tuple[int, ...] | None = None
+
+    def prepare(self, platform: Platform) -> None:
+        """Refuse platforms whose kernels take boundaries from the host: the protocol has none."""
+        if platform.info.boundary_order == "after":
+            raise AdapterError(
+                f"{self.name}: vLLM's encoder-graph protocol keeps boundaries on the device, but "
+                f"platform {platform.info.name} needs them on the host; only models with an "
+                "adapter of graphhal's own are served there"
+            )
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """The model's towers, where it names them; else the whole model."""
+        return tower_modules(self.model)
+
+    def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
+        """Items of this path; rows are output tokens."""
+        if CAPTURE_INPUTS in mm_kwargs:
+            items: tuple[ItemSpec, ...] = mm_kwargs[CAPTURE_INPUTS]
+            return items
+        modality = self.model.get_input_modality(mm_kwargs)
+        axes = self._axes_of(mm_kwargs)
+        specs = []
+        for position, spec in enumerate(self.model.get_encoder_cudagraph_item_specs(mm_kwargs)):
+            tokens = self.dialect.path_tokens(spec, self.path_name)
+            if tokens:
+                specs.append(self._item(len(specs), modality, tokens, position, axes))
+        return tuple(specs)
+
+    def _axes_of(self, mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
+        if len(self._axes) == 1:
+            return self._axes[0]
+        count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
+        return self.dialect.select(self.model, mm_kwargs, list(range(count)))[1]
+
+    def _item(
+        self, index: int, modality: str, tokens: int, position: int, axes: tuple[Hashable, ...]
+    ) -> ItemSpec:
+        return ItemSpec(
+            index=index,
+            modality=modality,
+            rows=tokens,
+            tokens=tokens,
+            sequences={},
+            signature=(tokens, position, axes),
+        )
+
+    def path(self, item: ItemSpec) -> str:
+        """The model's path, and the capture axes that the group resolved to."""
+        axes: tuple[Hashable, ...] = item.signature[2]  # type: ignore[index]
+        if len(self._axes) == 1:
+            return self.path_name
+        if axes not in self._axes:
+            return f"{self.path_name}/none"
+        return f"{self.path_name}/{self._axes.index(axes)}"
+
+    def refusal(self, items: Sequence[ItemSpec]) -> str | None:
+        """Groups whose capture axes were never captured."""
+        axes: tuple[Hashable, ...] = items[0].signature[2]  # type: ignore[index]
+        return None if axes in self._axes else f"capture axes {axes} were not captured"
+
+    def budgets(self) -> tuple[int, ...]:
+        """Token budgets: dense where rows are packed, the model's own powers of two elsewhere."""
+        if self._budgets is None:
+            self._budgets = self._choose_budgets()
+        return self._budgets
+
+    def _choose_budgets(self) -> tuple[int, ...]:
+        low, high = self.rule.minimum or self.limits.low, self.limits.high
+        if self.limits.budgets is not None and self.rule.minimum is None:
+            return self.limits.budgets
+        low = min(low, high)
+        plain = _doubling(low, high)
+        probe = self.model_inputs(min(plain), self._axes[0], self.path_name)
+        packed = any(name in BOUNDS for name in probe)
+        return dense_budgets(high) if packed and self.rule.minimum is None else plain
+
+    def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
+        """One graph for each budget and combination of capture axes."""
+        many = len(self._axes) > 1
+        return tuple(
+            Capacity(
+                GraphKey(self.name, f"{self.path_name}/{number}" if many else self.path_name, budget),
+                rows=budget,
+                tokens=budget,
+                items=self.limits.items_for(budget),
+                sequences={},
+            )
+            for budget in self.budgets()
+            for number in range(len(self._axes))
+        )
+
+    def model_inputs(
+        self, budget: int, axes: tuple[Hashable, ...], path: str
+    ) -> dict[str, torch.Tensor | None]:
+        """The model's own capture inputs for a budget."""
+        items = self.limits.items_for(budget)
+        return self.dialect.capture_inputs(
+            self.model, budget, items, self.limits.frames_for(budget), self.device, self.dtype,
+            path, axes,
+        )
+
+    def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
+        """The model's capture buffers; boundary buffers get room for dummy sequences."""
+        if capacity.key.size == 0:
+            return {}
+        return self._captured_for(capacity.key).specs
+
+    def _captured_for(self, key: GraphKey) -> _Captured:
+        known = self._captured.get(key)
+        if known is not None:
+            return known
+        axes = self._axes[int(key.path.rpartition("/")[2]) if len(self._axes) > 1 else 0]
+        items, frames = self.limits.items_for(key.size), self.limits.frames_for(key.size)
+        captured = _Captured(len(self._by_number) + 1, items, frames, {}, {})
+        values = self.model_inputs(key.size, axes, self.path_name)
+        for name, value in values.items():
+            if value is None:
+                continue
+            if value.device.type == "cpu" and (value.dim() == 0 or self.device.type != "cpu"):
+                captured.constants[name] = value
+            elif name in BOUNDS and not self._keeps_boundaries:
+                captured.specs[name] = self._boundary_spec(captured, name, value, values)
+            else:
+                captured.specs[name] = BufferSpec(tuple(value.shape), value.dtype)
+        captured.specs[MARKER] = BufferSpec((captured.number,), torch.uint8)
+        self._captured[key] = captured
+        self._by_number.append(captured)
+        return captured
+
+    def _boundary_spec(
+        self,
+        captured: _Captured,
+        name: str,
+        value: torch.Tensor,
+        values: Mapping[str, torch.Tensor | None],
+    ) -> BufferSpec:
+        rows = int(value[-1])
+        scalars = (values.get(scalar) for scalar in BOUNDS[name])
+        bound = next((int(scalar) for scalar in scalars if scalar is not None), 0) or rows
+        dummies = -(-rows // bound)
+        slots = max(len(value) - 1, captured.frames, captured.items) + dummies
+        steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self.device) * bound
+        captured.ends[name] = (rows, steps)
+        return BufferSpec((slots + 1,), value.dtype)
+
+    def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
+        """None: the model keeps its metadata on the device."""
+        return {}
+
+    def stage(
+        self,
+        mm_kwargs: Mapping[str, Any],
+        items: Sequence[ItemSpec],
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Let the model prepare its buffers and copy them, padding included.
+
+        Raises:
+            RefusedError: they do not fit this graph.
+        """
+        captured = self._by_number[len(inputs[MARKER]) - 1]
+        values = self._values(mm_kwargs, items, captured)
+        self._check_constants(captured, values)
+        for name, target in inputs.items():
+            if name == MARKER:
+                continue
+            source = values.get(name)
+            if source is None:
+                raise RefusedError(f"the model prepared no value for its buffer {name!r}")
+            _check_shape(name, source, target)
+            if name in captured.ends:
+                _copy_ends(source, target, *captured.ends[name])
+            elif target.dim() == 0:
+                target.copy_(source)
+            elif name in self.config.padding_logics:
+                self.config.padding_logics[name](target, source)
+            else:
+                target[: len(source)].copy_(source)
+                if len(source) < len(target):
+                    target[len(source) :].zero_()
+
+    def _values(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], captured: _Captured
+    ) -> Mapping[str, torch.Tensor | None]:
+        if CAPTURE_INPUTS in mm_kwargs:
+            return self._own_inputs(items)
+        subset = self._subset(mm_kwargs, items)
+        values: Mapping[str, torch.Tensor | None] = (
+            self.model.prepare_encoder_cudagraph_replay_buffers(
+                subset, captured.items, captured.frames, self.path_name
+            ).values
+        )
+        return values
+
+    def _own_inputs(self, items: Sequence[ItemSpec]) -> dict[str, torch.Tensor | None]:
+        """The model's own dummy inputs for an example's only item, seeded by the model."""
+        budget, _, axes = items[0].signature  # type: ignore[misc]
+        return self.model_inputs(int(budget), axes, self.path_name)
+
+    def _subset(self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]) -> Mapping[str, Any]:
+        """The kwargs of these items: all of them as they came, or the model's selection."""
+        positions = [item.signature[1] for item in items]  # type: ignore[index]
+        count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
+        if positions == list(range(count)) and len(self._axes) == 1:
+            return mm_kwargs
+        if self.rule.shares_kwargs:
+            # The buffers of one of several paths hold all items of the batch.
+            positions = list(range(count))
+        subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
+        expected = items[0].signature[2]  # type: ignore[index]
+        if axes != expected and len(self._axes) > 1:
+            raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
+        return subset
+
+    def _check_constants(
+        self, captured: _Captured, values: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        for name, constant in captured.constants.items():
+            value = values.get(name)
+            if value is None or value is constant:
+                continue
+            if value.device.type != "cpu" or value.shape != constant.shape:
+                raise RefusedError(f"{name} is baked at capture and cannot be replaced")
+            if bool((value > constant).any()):
+                raise RefusedError(
+                    f"{name} is {value.tolist()}, above the {constant.tolist()} that is baked at capture"
+                )
+
+    def eager_inputs(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
+    ) -> dict[str, torch.Tensor]:
+        """A mark for `forward` to run the model's own eager code on this request."""
+        self._request = (mm_kwargs, tuple(items))
+        return {EAGER: torch.zeros(1, dtype=torch.uint8)}
+
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
+    ) -> torch.Tensor:
+        """The model's captured forward on static inputs; its eager forward for eager inputs."""
+        if EAGER in inputs:
+            return self._eager_forward()
+        captured = self._by_number[len(inputs[MARKER]) - 1]
+        values = {name: value for name, value in inputs.items() if name != MARKER}
+        output: torch.Tensor = self.model.encoder_cudagraph_forward(
+            values | captured.constants, path=self.path_name
+        )
+        budget = next(key.size for key, value in self._captured.items() if value is captured)
+        return _exactly(output, budget)
+
+    def _eager_forward(self) -> torch.Tensor:
+        if self._request is None:
+            raise AdapterError(f"{self.name}: an eager forward needs a request")
+        (mm_kwargs, items), self._request = self._request, None
+        if CAPTURE_INPUTS in mm_kwargs:
+            values = {k: v for k, v in self._own_inputs(items).items() if v is not None}
+            output = self.model.encoder_cudagraph_forward(values, path=self.path_name)
+            return _exactly(output, items[0].tokens)
+        subset = self._subset(mm_kwargs, items)
+        output = self.model.encoder_eager_forward(subset, path=self.path_name)
+        return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
+
+    def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
+        """Pictures of a grid, where the model takes such; else the model's own dummy inputs."""
+        if self._grids() is not None and all(i.signature[2] != "dummy" for i in items):  # type: ignore[index]
+            return self._grids().request(items, seed, self.device)  # type: ignore[union-attr]
+        return {CAPTURE_INPUTS: tuple(items)}
+
+    def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
+        """Full, one short of full, many small ones, where the model takes grids; else one full."""
+        axes = self._axes[int(capacity.key.path.rpartition("/")[2]) if len(self._axes) > 1 else 0]
+        budget, most = capacity.tokens, capacity.items
+        modality = self.modalities[0] if self.modalities else "image"
+
+        def group(*tokens: int) -> tuple[ItemSpec, ...]:
+            return tuple(self._item(n, modality, t, n, axes) for n, t in enumerate(tokens))
+
+        yield group(budget)
+        if self._grids() is None:
+            return
+        if budget > 1:
+            yield group(budget - 1)
+        if most > 1:
+            small = max(1, budget // most)
+            yield group(*[small] * (most - 1), budget - small * (most - 1))
+            yield group(*[1] * most)
+
+    def _grids(self) -> "_GridRequests | None":
+        if self._grid is None and self.path_name == "default" and len(self._axes) == 1:
+            self._grid = _GridRequests.find(self)
+        return self._grid if self._grid is not None and self._grid.usable else None
+
+
+@dataclass(frozen=True, slots=True)
+class _GridRequests:
+    """Writes requests for models that take `pixel_values` with `image_grid_thw`.
+
+    Attributes:
+        merge: side of the square of patches that becomes one token.
+        width: of a patch, in numbers.
+        dtype: of the pixels.
+        usable: the model answered a request of this kind as expected.
+    """
+
+    merge: int
+    width: int
+    dtype: torch.dtype
+    usable: bool
+
+    @classmethod
+    def find(cls, adapter: ProtocolAdapter) -> "_GridRequests":
+        budget = min(adapter.budgets())
+        pixels = adapter.model_inputs(budget, (), "default").get("pixel_values")
+        if pixels is None or pixels.dim() != 2 or "image" not in adapter.modalities:
+            return cls(1, 0, torch.float32, False)
+        merge = isqrt(len(pixels) // budget)
+        candidate = cls(merge, pixels.shape[1], pixels.dtype, True)
+        item = ItemSpec(0, "image", budget, budget, {}, (budget, 0, ()))
+        try:
+            request = candidate.request((item,), 0, adapter.device)
+            specs = adapter.model.get_encoder_cudagraph_item_specs(request)
+            modality = adapter.model.get_input_modality(request)
+        except Exception:  # noqa: BLE001  (the model's code; any failure means: not of this kind)
+            log.debug("%s takes no image grids", adapter.name, exc_info=True)
+            return cls(1, 0, torch.float32, False)
+        right = modality == "image" and [spec.output_tokens for spec in specs] == [budget]
+        return candidate if right else cls(1, 0, torch.float32, False)
+
+    def request(
+        self, items: Sequence[ItemSpec], seed: int, device: torch.device
+    ) -> dict[str, Any]:
+        generator = torch.Generator(device=device).manual_seed(seed)
+        grids = [self._grid(item.tokens) for item in items]
+        rows = sum(h * w for _, h, w in grids)
+        dtype = self.dtype if self.dtype.is_floating_point else torch.float32
+        pixels = torch.randn(rows, self.width, generator=generator, dtype=dtype, device=device)
+        if not self.dtype.is_floating_point:
+            pixels = (pixels * 48 + 128).clamp(0, 255).to(self.dtype)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+    def _grid(self, tokens: int) -> list[int]:
+        """The squarest picture of this many tokens."""
+        side = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
+        return [1, side * self.merge, tokens // side * self.merge]
+
+
+def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:
+    """The modules of a vLLM model that its encoders read: towers and connectors it names."""
+    try:
+        mapping = model.get_mm_mapping()
+        prefixes = [*mapping.tower_model, *mapping.connector]
+        found = [model.get_submodule(prefix.strip(".")) for prefix in prefixes]
+    except (AttributeError, NotImplementedError, TypeError):
+        found = []
+    if not found and isinstance(model, torch.nn.Module):
+        found = [model]
+    return tuple(dict.fromkeys(found))
+
+
+def _scales_boundaries(model: Any) -> bool:
+    """Whether boundaries are not row numbers: FlashInfer's are element offsets, in sections."""
+    backends = {
+        str(getattr(getattr(module, "attn_backend", None), "name", ""))
+        for module in tower_modules(model)
+    }
+    return "FLASHINFER" in backends
+
+
+def _copy_ends(source: torch.Tensor, target: torch.Tensor, rows: int, steps: torch.Tensor) -> None:
+    """Boundaries, then the padding as dummy sequences no longer than the bound, then repeats."""
+    count = len(source)
+    target[:count].copy_(source)
+    tail = target[count:]
+    if len(tail):
+        torch.add(target[count - 1], steps[: len(tail)], out=tail)
+        tail.clamp_(max=rows)
+
+
+def _check_shape(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.dim() != target.dim() or any(
+        have > room for have, room in zip(source.shape, target.shape, strict=True)
+    ):
+        raise RefusedError(
+            f"{name} is {list(source.shape)}, the graph's buffer is {list(target.shape)}"
+        )
+
+
+def _exactly(output: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The first `tokens` rows of a model's output; models round their capture sizes up or down."""
+    output = output.reshape(-1, output.shape[-1])
+    if len(output) < tokens:
+        return torch.nn.functional.pad(output, (0, 0, 0, tokens - len(output)))
+    return output[:tokens]
+
+
+def _doubling(low: int, high: int) -> tuple[int, ...]:
+    """vLLM's own ladder: doubling from `low`, and `high`."""
+    budgets = [low]
+    while budgets[-1] * 2 <= high:
+        budgets.append(budgets[-1] * 2)
+    return tuple(budgets if budgets[-1] == high else [*budgets, high])
