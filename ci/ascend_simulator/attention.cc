@@ -1,0 +1,74 @@
+// Fused inference attention, TND layout without mask: softmax(scale * Q K^T) V per sequence.
+#include "operators.h"
+
+using namespace sim;
+
+namespace {
+
+std::string shown(const Ints &values) {
+  std::string text;
+  for (int64_t value : values) text += (text.empty() ? "" : ",") + std::to_string(value);
+  return text;
+}
+
+// Rows of a sequence as (heads, rows, head_dim) in float; key/value heads repeated to match.
+at::Tensor heads_first(const at::Tensor &packed, int64_t from, int64_t to, int64_t heads) {
+  at::Tensor part = packed.slice(0, from, to).transpose(0, 1).to(at::kFloat);
+  return part.size(0) == heads ? part : part.repeat_interleave(heads / part.size(0), 0);
+}
+
+aclError attend(const aclTensor *q, const aclTensorList *k, const aclTensorList *v, const aclIntArray *q_ends,
+                const aclIntArray *kv_ends, int64_t heads, double scale, const char *layout, const aclTensor *out,
+                uint64_t *workspace, aclOpExecutor **executor) {
+  *workspace = 1024;
+  *executor = nullptr;
+  if (std::string(layout) != "TND") return 0;  // no kernel: the launch names the operator
+  if (!q_ends || !kv_ends || q_ends->values.empty() || q_ends->values.size() != kv_ends->values.size())
+    return fail(ACL_ERROR_INVALID_PARAM, "TND attention needs actual_seq_lengths for q and kv");
+  at::Tensor query = kept(q), key = kept(k->tensors[0]), value = kept(v->tensors[0]), target = kept(out);
+  Ints q_rows = kept(q_ends), kv_rows = kept(kv_ends);
+  int64_t before = 0;
+  for (int64_t end : q_rows) {
+    if (end < before) return fail(ACL_ERROR_INVALID_PARAM, "actual_seq_lengths must not fall: " + shown(q_rows));
+    before = end;
+  }
+  if (q_rows.back() != query.size(0) || kv_rows.back() != key.size(0))
+    return fail(ACL_ERROR_INVALID_PARAM, "the last of actual_seq_lengths must be the number of rows, got " + shown(q_rows));
+  auto run = [=] {
+    OnlyKernels guard;
+    int64_t q_from = 0, kv_from = 0;
+    for (size_t i = 0; i < q_rows.size(); q_from = q_rows[i], kv_from = kv_rows[i], i++) {
+      if (q_rows[i] == q_from) continue;
+      at::Tensor scores = at::matmul(heads_first(query, q_from, q_rows[i], heads),
+                                     heads_first(key, kv_from, kv_rows[i], heads).transpose(1, 2));
+      at::Tensor mixed = at::matmul(at::softmax(scores * scale, -1), heads_first(value, kv_from, kv_rows[i], heads));
+      target.slice(0, q_from, q_rows[i]).copy_(mixed.transpose(0, 1));
+    }
+  };
+  *executor = new aclOpExecutor{run, "[q=" + shown(q_rows) + " kv=" + shown(kv_rows) + "]"};
+  return 0;
+}
+
+}  // namespace
+
+#define T const aclTensor *
+// Argument order: as the public interface of version 3 lists them, confirmed by equal numbers.
+#define VERSION_3                                                                                              \
+  T q, const aclTensorList *k, const aclTensorList *v, T, T, const aclIntArray *q_ends,                        \
+      const aclIntArray *kv_ends, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, const aclIntArray *, T, T,   \
+      T, int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t, int64_t, int64_t, int64_t,     \
+      int64_t, bool, int64_t, int64_t, T out, T, uint64_t *workspace, aclOpExecutor **executor
+
+extern "C" {
+
+__attribute__((used)) int aclnnFusedInferAttentionScoreV3GetWorkspaceSize(VERSION_3) {
+  return attend(q, k, v, q_ends, kv_ends, heads, scale, layout, out, workspace, executor);
+}
+__attribute__((used)) int aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize(VERSION_3) {
+  (void)q, (void)k, (void)v, (void)q_ends, (void)kv_ends, (void)heads, (void)scale, (void)layout, (void)out;
+  *workspace = 4096;
+  *executor = nullptr;
+  return 0;
+}
+
+}  // extern "C"

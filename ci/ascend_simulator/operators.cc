@@ -1,0 +1,225 @@
+// Kernels of the operators that encoder towers use. One that is missing here fails, naming itself.
+#include "operators.h"
+
+#include <ATen/autocast_mode.h>
+
+using namespace sim;
+
+extern "C" {
+
+// ---- objects
+static at::ScalarType scalar_type(aclDataType type) {
+  switch (type) {
+    case ACL_FLOAT: return at::kFloat;
+    case ACL_FLOAT16: return at::kHalf;
+    case ACL_BF16: return at::kBFloat16;
+    case ACL_DOUBLE: return at::kDouble;
+    case ACL_INT64: return at::kLong;
+    case ACL_INT32: return at::kInt;
+    case ACL_INT16: return at::kShort;
+    case ACL_INT8: return at::kChar;
+    case ACL_UINT8: return at::kByte;
+    case ACL_BOOL: return at::kBool;
+    default: TORCH_CHECK(false, "the simulator has no data type ", (int)type);
+  }
+}
+static at::Tensor view(void *data, at::IntArrayRef shape, at::IntArrayRef strides, int64_t offset, aclDataType type) {
+  at::ScalarType scalar = scalar_type(type);
+  char *first = static_cast<char *>(data) + offset * (int64_t)c10::elementSize(scalar);
+  return at::from_blob(first, shape, strides, at::TensorOptions(scalar));
+}
+size_t aclDataTypeSize(aclDataType type) { return c10::elementSize(scalar_type(type)); }
+aclTensor *aclCreateTensor(const int64_t *shape, uint64_t dims, aclDataType type, const int64_t *strides, int64_t offset, aclFormat, const int64_t *, uint64_t, void *data) {
+  OnlyKernels guard;
+  at::IntArrayRef sizes(shape, dims);
+  Ints dense(dims, 1);
+  for (int64_t d = (int64_t)dims - 2; d >= 0; d--) dense[d] = dense[d + 1] * shape[d + 1];
+  return new aclTensor{view(data, sizes, strides ? at::IntArrayRef(strides, dims) : at::IntArrayRef(dense), offset, type)};
+}
+aclScalar *aclCreateScalar(void *value, aclDataType type) {
+  OnlyKernels guard;
+  return new aclScalar{view(value, {}, {}, 0, type).item()};
+}
+aclIntArray *aclCreateIntArray(const int64_t *values, uint64_t n) { return new aclIntArray{Ints(values, values + n)}; }
+aclFloatArray *aclCreateFloatArray(const float *values, uint64_t n) { return new aclFloatArray{{values, values + n}}; }
+aclBoolArray *aclCreateBoolArray(const bool *values, uint64_t n) { return new aclBoolArray{{values, values + n}}; }
+aclTensorList *aclCreateTensorList(const aclTensor *const *tensors, uint64_t n) {
+  auto **first = const_cast<aclTensor **>(tensors);
+  return new aclTensorList{{first, first + n}};
+}
+aclScalarList *aclCreateScalarList(const aclScalar *const *scalars, uint64_t n) {
+  auto **first = const_cast<aclScalar **>(scalars);
+  return new aclScalarList{{first, first + n}};
+}
+int aclDestroyTensor(const aclTensor *tensor) { delete tensor; return 0; }
+int aclDestroyScalar(const aclScalar *scalar) { delete scalar; return 0; }
+int aclDestroyIntArray(const aclIntArray *ints) { delete ints; return 0; }
+int aclDestroyFloatArray(const aclFloatArray *floats) { delete floats; return 0; }
+int aclDestroyBoolArray(const aclBoolArray *bools) { delete bools; return 0; }
+int aclDestroyTensorList(const aclTensorList *list) {
+  if (list) for (aclTensor *tensor : list->tensors) delete tensor;
+  delete list;
+  return 0;
+}
+int aclDestroyScalarList(const aclScalarList *list) {
+  if (list) for (aclScalar *scalar : list->scalars) delete scalar;
+  delete list;
+  return 0;
+}
+int aclDestroyAclOpExecutor(aclOpExecutor *) { return 0; }
+
+// ---- launch phase of every operator; an executor is missing where nothing prepared a kernel
+int cann_stub_launch2(const char *name, void *prepared, void *stream) {
+  std::lock_guard<std::recursive_mutex> lock(mu);
+  std::unique_ptr<aclOpExecutor> executor(static_cast<aclOpExecutor *>(prepared));
+  if (aclError code = injected(name, ACL_ERROR_RT_AICORE_EXCEPTION)) return code;
+  if (!executor && !setting("CANN_SIM_ALLOW_UNKNOWN", 0))
+    return fail(ACL_ERROR_OP_NOT_FOUND, std::string("no simulated kernel for ") + name);
+  Op op;
+  op.name = name;
+  if (executor) {
+    op.name += executor->note;
+    op.run = std::move(executor->run);
+  }
+  return enqueue(stream_of(stream), std::move(op));
+}
+
+#define OUT uint64_t *ws, aclOpExecutor **ex
+#define T const aclTensor *
+#define N const aclScalar *
+#define I const aclIntArray *
+#define OP(name, ...) __attribute__((used)) int aclnn##name##GetWorkspaceSize(__VA_ARGS__, OUT)
+#define RUN(parameters, body, ...) { return prepare(ws, ex, [] parameters { body; }, __VA_ARGS__); }
+
+#define UNARY(name, function) OP(name, T a, T o) RUN((auto a, auto o), put(o, function(a)), a, o)
+#define INPLACE_UNARY(name, function) OP(Inplace##name, T a) RUN((auto a), put(a, function(a)), a)
+#define BINARY(name, function) OP(name, T a, T b, T o) RUN((auto a, auto b, auto o), put(o, function(a, b)), a, b, o)
+#define WITH_SCALAR(name, function) OP(name, T a, N b, T o) RUN((auto a, auto b, auto o), put(o, function(a, b)), a, b, o)
+
+// ---- filling, copying, casting
+OP(InplaceCopy, T d, T s) RUN((auto d, auto s), d.copy_(s), d, s)
+OP(InplaceZero, T d) RUN((auto d), d.zero_(), d)
+OP(InplaceOne, T d) RUN((auto d), d.fill_(1), d)
+OP(InplaceFillScalar, T d, N v) RUN((auto d, auto v), d.fill_(v), d, v)
+OP(InplaceFillTensor, T d, T v) RUN((auto d, auto v), d.fill_(v), d, v)
+OP(Cast, T a, aclDataType type, T o) RUN((auto a, auto, auto o), put(o, a), a, type, o)
+OP(Arange, N start, N end, N step, T o) RUN((auto start, auto end, auto step, auto o), put(o, at::arange(start, end, step, o.options())), start, end, step, o)
+OP(ConstantPadNd, T a, I pad, N v, T o) RUN((auto a, auto pad, auto v, auto o), put(o, at::constant_pad_nd(a, pad, v)), a, pad, v, o)
+OP(Cat, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim, auto o), put(o, at::cat(list, dim)), list, dim, o)
+OP(Stack, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim, auto o), put(o, at::stack(list, dim)), list, dim, o)
+OP(Repeat, T a, I n, T o) RUN((auto a, auto n, auto o), put(o, a.repeat(n)), a, n, o)
+OP(Flip, T a, I dims, T o) RUN((auto a, auto dims, auto o), put(o, at::flip(a, dims)), a, dims, o)
+
+// ---- arithmetic
+OP(Add, T a, T b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::add(a, b, k)), a, b, k, o)
+OP(Adds, T a, N b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::add(a, b, k)), a, b, k, o)
+OP(InplaceAdd, T a, T b, N k) RUN((auto a, auto b, auto k), put(a, at::add(a, b, k)), a, b, k)
+OP(InplaceAdds, T a, N b, N k) RUN((auto a, auto b, auto k), put(a, at::add(a, b, k)), a, b, k)
+OP(Sub, T a, T b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::sub(a, b, k)), a, b, k, o)
+OP(Subs, T a, N b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::sub(a, b, k)), a, b, k, o)
+OP(InplaceSub, T a, T b, N k) RUN((auto a, auto b, auto k), put(a, at::sub(a, b, k)), a, b, k)
+OP(InplaceSubs, T a, N b, N k) RUN((auto a, auto b, auto k), put(a, at::sub(a, b, k)), a, b, k)
+BINARY(Mul, at::mul)
+WITH_SCALAR(Muls, at::mul)
+OP(InplaceMul, T a, T b) RUN((auto a, auto b), put(a, at::mul(a, b)), a, b)
+OP(InplaceMuls, T a, N b) RUN((auto a, auto b), put(a, at::mul(a, b)), a, b)
+BINARY(Div, at::div)
+WITH_SCALAR(Divs, at::div)
+OP(InplaceDiv, T a, T b) RUN((auto a, auto b), put(a, at::div(a, b)), a, b)
+OP(InplaceDivs, T a, N b) RUN((auto a, auto b), put(a, at::div(a, b)), a, b)
+BINARY(FloorDivide, at::floor_divide)
+WITH_SCALAR(FloorDivides, at::floor_divide)
+BINARY(RemainderTensorTensor, at::remainder)
+WITH_SCALAR(RemainderTensorScalar, at::remainder)
+BINARY(Maximum, at::maximum)
+BINARY(Minimum, at::minimum)
+WITH_SCALAR(PowTensorScalar, at::pow)
+WITH_SCALAR(ClampMin, at::clamp_min)
+WITH_SCALAR(ClampMax, at::clamp_max)
+OP(Clamp, T a, N low, N high, T o) RUN((auto a, auto low, auto high, auto o), put(o, at::clamp(a, low, high)), a, low, high, o)
+UNARY(Neg, at::neg)
+UNARY(Abs, at::abs)
+UNARY(Exp, at::exp)
+UNARY(Cos, at::cos)
+UNARY(Sin, at::sin)
+UNARY(Tanh, at::tanh)
+UNARY(Sqrt, at::sqrt)
+UNARY(Rsqrt, at::rsqrt)
+UNARY(Reciprocal, at::reciprocal)
+UNARY(Erf, at::erf)
+UNARY(Sigmoid, at::sigmoid)
+UNARY(Relu, at::relu)
+UNARY(Silu, at::silu)
+UNARY(Floor, at::floor)
+UNARY(Round, at::round)
+UNARY(LogicalNot, at::logical_not)
+UNARY(BitwiseNot, at::bitwise_not)
+UNARY(IsFinite, at::isfinite)
+INPLACE_UNARY(Exp, at::exp)
+INPLACE_UNARY(Sqrt, at::sqrt)
+OP(Gelu, T a, T o) RUN((auto a, auto o), put(o, at::gelu(a)), a, o)
+OP(GeluV2, T a, int64_t tanh, T o) RUN((auto a, auto tanh, auto o), put(o, at::gelu(a, tanh ? "tanh" : "none")), a, tanh, o)
+OP(Softmax, T a, int64_t dim, T o) RUN((auto a, auto dim, auto o), put(o, at::softmax(a, dim)), a, dim, o)
+
+// ---- comparison and selection
+BINARY(EqTensor, at::eq)
+WITH_SCALAR(EqScalar, at::eq)
+BINARY(NeTensor, at::ne)
+WITH_SCALAR(NeScalar, at::ne)
+BINARY(LtTensor, at::lt)
+WITH_SCALAR(LtScalar, at::lt)
+BINARY(LeTensor, at::le)
+WITH_SCALAR(LeScalar, at::le)
+BINARY(GtTensor, at::gt)
+WITH_SCALAR(GtScalar, at::gt)
+BINARY(GeTensor, at::ge)
+WITH_SCALAR(GeScalar, at::ge)
+BINARY(LogicalAnd, at::logical_and)
+BINARY(LogicalOr, at::logical_or)
+BINARY(BitwiseAndTensor, at::bitwise_and)
+BINARY(BitwiseOrTensor, at::bitwise_or)
+OP(SWhere, T c, T a, T b, T o) RUN((auto c, auto a, auto b, auto o), put(o, at::where(c.to(at::kBool), a, b)), c, a, b, o)
+OP(InplaceMaskedFillScalar, T a, T mask, N v) RUN((auto a, auto mask, auto v), a.masked_fill_(mask.to(at::kBool), v), a, mask, v)
+OP(IndexSelect, T a, int64_t dim, T index, T o) RUN((auto a, auto dim, auto index, auto o), put(o, at::index_select(a, dim, index)), a, dim, index, o)
+OP(Embedding, T weight, T index, T o) RUN((auto weight, auto index, auto o), put(o, at::embedding(weight, index)), weight, index, o)
+OP(Gather, T a, int64_t dim, T index, T o) RUN((auto a, auto dim, auto index, auto o), put(o, at::gather(a, dim, index.to(at::kLong))), a, dim, index, o)
+static c10::List<std::optional<at::Tensor>> indices_of(const Tensors &tensors) {
+  c10::List<std::optional<at::Tensor>> result;
+  for (const at::Tensor &tensor : tensors)
+    result.push_back(tensor.defined() && tensor.numel() ? std::optional(tensor.scalar_type() == at::kBool ? tensor : tensor.to(at::kLong)) : std::nullopt);
+  return result;
+}
+OP(Index, T a, const aclTensorList *at_, T o) RUN((auto a, auto list, auto o), put(o, at::index(a, indices_of(list))), a, at_, o)
+OP(IndexPutImpl, T a, const aclTensorList *at_, T v, bool accumulate, bool unsafe)
+RUN((auto a, auto list, auto v, auto accumulate, auto), a.index_put_(indices_of(list), v, accumulate), a, at_, v, accumulate, unsafe)
+
+// ---- reduction
+OP(Mean, T a, I dims, bool keep, aclDataType type, T o) RUN((auto a, auto dims, auto keep, auto, auto o), put(o, at::mean(a, dims, keep)), a, dims, keep, type, o)
+OP(MeanV2, T a, I dims, bool keep, bool noop, T o) RUN((auto a, auto dims, auto keep, auto, auto o), put(o, at::mean(a, dims, keep)), a, dims, keep, noop, o)
+OP(ReduceSum, T a, I dims, bool keep, aclDataType type, T o) RUN((auto a, auto dims, auto keep, auto, auto o), put(o, at::sum(a, dims, keep)), a, dims, keep, type, o)
+OP(Amax, T a, I dims, bool keep, T o) RUN((auto a, auto dims, auto keep, auto o), put(o, at::amax(a, dims, keep)), a, dims, keep, o)
+OP(Amin, T a, I dims, bool keep, T o) RUN((auto a, auto dims, auto keep, auto o), put(o, at::amin(a, dims, keep)), a, dims, keep, o)
+UNARY(Max, at::max)
+UNARY(Min, at::min)
+OP(All, T a, I dims, bool keep, T o) RUN((auto a, auto dims, auto keep, auto o), put(o, dims.empty() ? at::all(a) : at::all(a, dims, keep)), a, dims, keep, o)
+OP(Any, T a, I dims, bool keep, T o) RUN((auto a, auto dims, auto keep, auto o), put(o, dims.empty() ? at::any(a) : at::any(a, dims, keep)), a, dims, keep, o)
+OP(Cumsum, T a, int64_t dim, aclDataType type, T o) RUN((auto a, auto dim, auto, auto o), put(o, at::cumsum(a, dim)), a, dim, type, o)
+OP(LinalgVectorNorm, T a, N order, I dims, bool keep, aclDataType type, T o)
+RUN((auto a, auto order, auto dims, auto keep, auto, auto o), put(o, dims.empty() ? at::linalg_vector_norm(a, order) : at::linalg_vector_norm(a, order, at::OptionalIntArrayRef(dims), keep)), a, order, dims, keep, type, o)
+OP(Norm, T a, N order, I dims, bool keep, T o)
+RUN((auto a, auto order, auto dims, auto keep, auto o), put(o, dims.empty() ? at::linalg_vector_norm(a, order) : at::linalg_vector_norm(a, order, at::OptionalIntArrayRef(dims), keep)), a, order, dims, keep, o)
+
+// ---- matrices, normalisation, convolution
+OP(Matmul, T a, T b, T o, int8_t cube) RUN((auto a, auto b, auto o, auto), put(o, at::matmul(a, b)), a, b, o, cube)
+OP(Mm, T a, T b, T o, int8_t cube) RUN((auto a, auto b, auto o, auto), put(o, at::mm(a, b)), a, b, o, cube)
+OP(BatchMatMul, T a, T b, T o, int8_t cube) RUN((auto a, auto b, auto o, auto), put(o, at::bmm(a, b)), a, b, o, cube)
+OP(Addmm, T c, T a, T b, N beta, N alpha, T o, int8_t cube)
+RUN((auto c, auto a, auto b, auto beta, auto alpha, auto o, auto), put(o, at::addmm(c, a, b, beta, alpha)), c, a, b, beta, alpha, o, cube)
+OP(LayerNorm, T a, I shape, T weight, T bias, double eps, T o, T mean, T rstd)
+RUN((auto a, auto shape, auto weight, auto bias, auto eps, auto o, auto, auto), put(o, at::layer_norm(a, shape, weight, bias, eps)), a, shape, weight, bias, eps, o, mean, rstd)
+OP(Convolution, T a, T weight, T bias, I stride, I padding, I dilation, bool transposed, I output_padding, int64_t groups, T o, int8_t cube)
+RUN((auto a, auto weight, auto bias, auto stride, auto padding, auto dilation, auto transposed, auto output_padding, auto groups, auto o, auto),
+    put(o, at::convolution(a, weight, bias.defined() ? std::optional(bias) : std::nullopt, stride, padding, dilation, transposed, output_padding, groups)),
+    a, weight, bias, stride, padding, dilation, transposed, output_padding, groups, o, cube)
+
+}  // extern "C"
