@@ -1,14 +1,17 @@
 """Where the sequences of packed attention end, and the two spellings that kernels read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
 
 from graphhal.errors import BoundariesError
+
+_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Boundaries:
         spare_slots: trailing empty sequences that `cu_seqlens` spells as a repeated end.
 
     Raises:
-        BoundariesError: an end is not an int, not positive, not above the one before it.
+        BoundariesError: an end is not a host int, not positive, not above the one before it, or
+            past int32.
     """
 
     ends: tuple[int, ...]
@@ -42,7 +46,9 @@ class Boundaries:
                     f"{previous} in {_shown(ends)}. Drop empty sequences, pass cumulative ends"
                 )
             previous = end
-        if self.spare_slots < 0:
+        if previous > _INT32_MAX:
+            raise BoundariesError(f"ends must fit int32 ({_INT32_MAX}); the last one is {previous}")
+        if _as_int(self.spare_slots, "spare_slots") < 0:
             raise BoundariesError(f"spare_slots must be 0 or more, not {self.spare_slots}")
 
     @classmethod
@@ -112,7 +118,7 @@ class Boundaries:
         becomes as many dummy sequences of at most that length as it needs. Slots still free
         after that are empty sequences (`spare_slots`): a repeated end in `cu_seqlens`, nothing at
         all in `actual_seq_lengths`. For a kernel that cannot take an empty sequence
-        (`allow_empty=False`) one-row dummies are cut off the slack until every slot is used.
+        (`allow_empty=False`) further dummies are cut off the slack until every slot is used.
 
         Raises:
             BoundariesError: the sequences cover more than `rows`, or do not fit the slots, or
@@ -123,31 +129,38 @@ class Boundaries:
             raise BoundariesError(f"{self.rows} rows of sequences do not fit a buffer of {rows}")
         if longest is not None and longest < 1:
             raise BoundariesError(f"longest must be 1 or more, not {longest}")
-        step = slack if longest is None else min(longest, slack)
-        dummies = [*range(self.rows + step, rows, step), rows] if slack else []
+        bound = slack if longest is None else min(longest, slack)
+        dummies = -(-slack // bound) if slack else 0
         if slots is None:
-            return Boundaries((*self.ends, *dummies))
-        spare = slots - len(self.ends) - len(dummies)
+            return Boundaries((*self.ends, *_cut(self.rows, slack, dummies, bound)))
+        spare = slots - len(self.ends) - dummies
         if spare < 0:
             raise BoundariesError(
-                f"{len(self.ends)} sequences and {len(dummies)} of padding do not fit {slots} slots"
+                f"{len(self.ends)} sequences and {dummies} of padding do not fit {slots} slots"
             )
-        if allow_empty or spare == 0:
-            return Boundaries((*self.ends, *dummies), spare_slots=spare)
-        if slack < len(dummies) + spare:
-            raise BoundariesError(
-                f"{len(self.ends)} sequences and {slack} padding rows leave one of {slots} slots "
-                "empty, which this platform's kernel cannot take"
-            )
-        one_row_each = range(self.rows + 1, self.rows + spare + 1)
-        rest = Boundaries((*self.ends, *one_row_each)).padded_to(rows, longest=longest)
-        return rest.padded_to(rows, slots, longest, allow_empty=False)
+        if not allow_empty:
+            dummies, spare = dummies + spare, 0
+            if slack < dummies:
+                raise BoundariesError(
+                    f"{len(self.ends)} sequences and {slack} padding rows leave one of {slots} "
+                    "slots empty, which this platform's kernel cannot take"
+                )
+        return Boundaries((*self.ends, *_cut(self.rows, slack, dummies, bound)), spare)
+
+
+def _cut(start: int, rows: int, pieces: int, longest: int) -> Iterator[int]:
+    """Ends of `rows` rows cut into `pieces` sequences, each as long as leaves a row to the rest."""
+    end, last = start, start + rows
+    for left in range(pieces - 1, -1, -1):
+        end = min(end + longest, last - left)
+        yield end
 
 
 def _as_int(value: object, what: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    # A tensor has __index__ too, but reading it may wait for a device.
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise BoundariesError(f"{what} must be a host integer, got {value!r}")
-    return value.__index__()  # type: ignore[no-any-return]
+    return int(value)
 
 
 def _shown(values: tuple[int, ...]) -> str:
