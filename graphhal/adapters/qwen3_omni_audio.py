@@ -48,7 +48,7 @@ class Qwen3OmniAudio(EncoderAdapter):
     A window's padding changes what its last used places see, so the padded width matters. The
     encoder pads to the longest window of the call; that is the full width unless every clip is
     shorter than one window. Items carry the width of their request (`ItemSpec.signature`), and
-    such short groups are never replayed.
+    such short groups are not replayed, unless their width makes no difference.
 
     Requests are `input_features` (mel, frames of all clips) with `feature_lens`, or vLLM's
     `input_audio_features` with `audio_feature_lengths`. Lengths may be CPU tensors, arrays or
@@ -129,6 +129,8 @@ class Qwen3OmniAudio(EncoderAdapter):
 
     def _items_of(self, lengths: Sequence[int]) -> tuple[ItemSpec, ...]:
         width = min(self.width, max(lengths))
+        if _pads_alike(width, self.width):
+            width = self.width
         specs, offset = [], 0
         for index, frames in enumerate(lengths):
             tokens = self._tokens(frames)
@@ -153,7 +155,8 @@ class Qwen3OmniAudio(EncoderAdapter):
         return whole * self.window_tokens + _after_convolutions(rest)
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
-        """Groups whose every clip is shorter than a window: eager pads those to a shorter one."""
+        """Groups whose every clip is shorter than a window: eager pads those to a shorter one, and
+        the last places see the convolutions' own zeros instead of what those make of zeros."""
         if _width_of(items) == self.width:
             return None
         return f"every clip is shorter than a window of {self.width} frames"
@@ -301,6 +304,20 @@ def _after_convolutions(frames: int) -> int:
     return frames
 
 
+def _pads_alike(short: int, full: int) -> bool:
+    """Whether clips of `short` frames at most use the same values padded to `short` and to `full`.
+
+    So it is where each layer's places that the used ones read exist in both widths or in neither.
+    """
+    used = _after_convolutions(short)
+    for layer in range(1, CONVOLUTIONS):
+        short, full = (short + 1) // 2, (full + 1) // 2
+        read = used * 2 ** (CONVOLUTIONS - layer)
+        if min(short, read) != min(full, read):
+            return False
+    return True
+
+
 def _width_of(items: Sequence[ItemSpec]) -> int:
     """Frames that the windows of the items' request are padded to."""
     signature: Any = items[0].signature
@@ -375,10 +392,18 @@ class Qwen3OmniAudioFactory:
             feature_size=adapter.encoder.num_mel_bins,  # type: ignore[attr-defined]
             sampling_rate=SAMPLE_RATE,
         )
+        shortest = extractor.n_fft // 2 + 1
         clips = []
         for item, path in enumerate(list(files) or [sample_speech()]):
+            samples = read_sound(path, item, SAMPLE_RATE)
+            if len(samples) < shortest:
+                raise InputError(
+                    f"{path} holds {len(samples)} samples at {SAMPLE_RATE} Hz; the spectrum needs "
+                    f"{shortest} or more",
+                    item,
+                )
             out = extractor(
-                read_sound(path, item, SAMPLE_RATE),
+                samples,
                 sampling_rate=SAMPLE_RATE,
                 padding=True,
                 truncation=False,
@@ -386,8 +411,6 @@ class Qwen3OmniAudioFactory:
                 return_tensors="np",
             )
             frames = int(out["attention_mask"][0].sum())
-            if frames < 1:
-                raise InputError(f"{path} is shorter than one frame", item)
             clips.append(out["input_features"][0, :, :frames])
         features = torch.from_numpy(np.concatenate(clips, axis=1))
         return {

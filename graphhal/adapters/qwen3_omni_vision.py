@@ -355,7 +355,7 @@ class Qwen3OmniVision(EncoderAdapter):
         if capacity.key.path == "video":
             longest = capacity.sequences[BOUNDARIES].max_seqlen // self.merge_area
             frames = min(budget, capacity.sequences[BOUNDARIES].slots - -(-budget // longest))
-            groups = [_videos(budget, longest, frames), _videos(budget - 1, longest, frames)]
+            groups = [_videos(n, longest, frames, items) for n in (budget, budget - 1)]
             if items > 1:
                 groups.append([(frames // 2, 1), (1, min(longest, budget - frames // 2))])
             groups.append([(frames, 1)])
@@ -384,12 +384,14 @@ def _frame_size(item: ItemSpec) -> tuple[int, int]:
     return signature[1], signature[2]
 
 
-def _videos(tokens: int, longest: int, frames: int) -> list[tuple[int, int]]:
-    """(frames, tokens of a frame) of videos with `tokens` tokens in all, frames as long as fits."""
+def _videos(tokens: int, longest: int, frames: int, items: int) -> list[tuple[int, int]]:
+    """(frames, tokens of a frame) of videos with `tokens` tokens in all, or as near as fits."""
     for count in range(-(-tokens // longest), frames + 1):
         if count and tokens % count == 0:
             return [(count, tokens // count)]
-    return [(tokens // longest, longest), (1, tokens % longest)]
+    count = min(tokens // longest, frames)
+    rest = min(longest, tokens - count * longest)
+    return [(count, longest)] + [(1, rest)] * (items > 1 and count < frames)
 
 
 def _tiny() -> Qwen3OmniMoeVisionEncoderConfig:
