@@ -3,6 +3,8 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+from graphhal.errors import AdapterError
+
 
 @dataclass(frozen=True, slots=True)
 class ItemSpec:
@@ -34,7 +36,22 @@ class ItemSpec:
     splittable: bool = False
 
     def chunk(self, first: int, frames: int) -> "ItemSpec":
-        """The spec of `frames` frames from frame `first` on; frames are equal and independent."""
+        """The spec of `frames` frames from frame `first` on; frames are equal and independent.
+
+        Raises:
+            AdapterError: such frames do not exist, or the item's frames are not equal parts.
+        """
+        if not 0 <= first < first + frames <= self.frames:
+            raise AdapterError(
+                f"item {self.index}: frames {first} to {first + frames} of {self.frames} do not "
+                "exist"
+            )
+        parts = (self.rows, self.tokens, *map(len, self.sequences.values()))
+        if any(part % self.frames for part in parts):
+            raise AdapterError(
+                f"item {self.index}: {self.rows} rows, {self.tokens} tokens and its sequences are "
+                f"not {self.frames} equal frames"
+            )
         rows, tokens = self.rows // self.frames, self.tokens // self.frames
         return replace(
             self,

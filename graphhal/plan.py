@@ -177,7 +177,8 @@ class CostTable:
     Attributes:
         replay_ms: per graph, one replay with staging and copy-out.
         eager_ms: per path, (rows, milliseconds) of eager calls, rising rows; between two
-            measurements linear, outside them proportional to the nearest.
+            measurements linear, below them as the smallest (launches cost the same), above them
+            proportional to the largest.
     """
 
     replay_ms: Mapping[GraphKey, float] = field(default_factory=dict)
@@ -233,6 +234,8 @@ class Planner:
     def plan(self, items: Sequence[ItemSpec]) -> Plan:
         """Cover the items exactly once, cheapest first where costs are known."""
         group = tuple(items)
+        if not group:
+            return Plan(())
         paths = {self._path_of(item) for item in group}
         if len(paths) > 1:
             parts = [tuple(i for i in group if self._path_of(i) == path) for path in sorted(paths)]
@@ -250,7 +253,10 @@ class Planner:
         if self._exact_only:
             return eager
         if all(item.splittable for item in group):
-            return self._by_frames(ladder, group) or eager
+            frames = self._by_frames(ladder, group)
+            if frames is None or self._policy is not Policy.MEASURED:
+                return frames or eager
+            return self._cheaper(group, frames)
         if self._policy is Policy.SINGLE:
             return eager
         packed = self._pack(ladder, group, whole)
