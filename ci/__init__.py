@@ -1,0 +1,1 @@
+"""The platform matrix: which combinations are tested, how, and by which machine."""

@@ -1,0 +1,68 @@
+"""The command tree; errors become one message and an exit status, never a traceback.
+
+Exit status: 0 where all is well; 1 where a result disagrees, a graph fails its check, or an error
+stopped the work; 2 where the command line itself is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import graphhal
+from graphhal.cli.bench import bench
+from graphhal.cli.check import check
+from graphhal.cli.plan import plan
+from graphhal.cli.platforms import platforms
+from graphhal.cli.screen import fail
+from graphhal.errors import GraphhalError, SettingsError
+
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SettingsError as error:
+            raise fail(str(error), status=2) from error
+        except GraphhalError as error:
+            raise fail(str(error)) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Device graphs for multimodal encoders.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (platforms, bench, check, plan):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"graphhal {graphhal.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Device graphs for multimodal encoders."""
+    # Tables say what the log says; without --verbose it would be said twice.
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.CRITICAL)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,155 @@
+"""`graphhal plan`: ladder and memory for a workload trace and a limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphhal.cli import screen, towers
+
+if TYPE_CHECKING:
+    from graphhal.adapter import AdapterFactory, EncoderAdapter
+    from graphhal.bench.workload import Coverage, Trace
+    from graphhal.platform import Platform
+    from graphhal.settings import Settings
+
+
+def plan(
+    trace: Annotated[
+        Path | None, typer.Option(help="A workload trace (JSON); without one, the ladder alone.")
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option(help="Memory that the graphs of a tower may take: 650MiB.")
+    ] = None,
+    tower: towers.TowerOption = None,
+    preset: towers.PresetOption = towers.Preset.TINY,
+    platform: towers.PlatformOption = None,
+    dtype: towers.DtypeOption = None,
+    policy: towers.PolicyOption = None,
+    option: towers.SetOption = None,
+    json: towers.JsonOption = False,
+) -> None:
+    """Say which graphs a workload needs, what they take, and what they serve.
+
+    The graphs are captured to measure their memory, and released.
+    """
+    from graphhal.bench.workload import read_trace
+
+    options = towers.parse_options(policy, option)
+    if limit is not None:
+        options["memory_limit"] = limit
+    read = read_trace(trace) if trace is not None else None
+    opened, settings = towers.open_with(platform, options)
+    plans = []
+    for factory in towers.choose_towers(tower, settings):
+        adapter = towers.build_tower(factory, preset, opened, dtype, seed=0)
+        plans.append(_plan_tower(factory, adapter, opened, settings, read))
+    if json:
+        screen.print_json({"schema": 1, "platform": opened.info.name, "towers": plans})
+        return
+    for found in plans:
+        _show(found)
+
+
+def _plan_tower(
+    factory: AdapterFactory,
+    adapter: EncoderAdapter,
+    platform: Platform,
+    settings: Settings,
+    trace: Trace | None,
+) -> dict[str, Any]:
+    from graphhal.bench.workload import cover, modality_shapes
+    from graphhal.plan import Planner
+    from graphhal.runner import EncoderGraphs
+    from graphhal.settings import SelfCheck
+
+    unchecked = settings.model_copy(update={"self_check": SelfCheck.OFF})
+    graphs = EncoderGraphs(adapter, platform, unchecked)
+    ladder = graphs.ladder()
+    shapes = modality_shapes(adapter.modalities, ladder, adapter.path)
+
+    def coverage(keys: Any) -> Coverage | None:
+        if trace is None:
+            return None
+        kept = [capacity for capacity in ladder if capacity.key in keys]
+        # A trace has sizes alone; what an adapter refuses depends on more than sizes.
+        planner = Planner(
+            kept,
+            settings.policy,
+            adapter.path,
+            refusal=lambda _: None,
+            exact_only=settings.exact_only,
+            allow_empty=platform.info.allow_empty,
+        )
+        return cover(trace, shapes, planner)
+
+    wanted = {capacity.key for capacity in ladder}
+    whole = coverage(wanted)
+    if whole is not None:
+        wanted = set(whole.replays)
+    try:
+        with screen.progress_bar(f"capture {factory.name}") as on_capture:
+            report = graphs.capture(on_capture, sorted(wanted))
+        captured = graphs.keys()
+        served = coverage(captured)
+        replays = {} if served is None else served.replays
+        return {
+            "tower": factory.name,
+            "ladder": len(ladder),
+            "bytes": report.num_bytes,
+            "capture_seconds": report.seconds,
+            "graphs": [
+                {
+                    "key": str(graph.key),
+                    "bytes": graph.num_bytes,
+                    "replays": replays.get(graph.key, 0),
+                }
+                for graph in report.captured
+            ],
+            "dropped": report.as_dict()["dropped"],
+            "token_budgets": sorted({key.size for key in captured if key.path != "audio"}),
+            "audio_chunks": sorted({key.size for key in captured if key.path == "audio"}),
+            "coverage": None if served is None else _as_dict(served),
+        }
+    finally:
+        graphs.clear()
+
+
+def _as_dict(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "items": coverage.items,
+        "hits": coverage.hits,
+        "hit_rate": coverage.hit_rate,
+        "misses": dict(coverage.misses),
+        "padding_waste": coverage.padding_waste,
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    planned = found["coverage"] is not None
+    columns = ("graph", "added", "replays")[: 3 if planned else 2]
+    rows = [
+        (graph["key"], screen.human_bytes(graph["bytes"]), str(graph["replays"]))[: len(columns)]
+        for graph in found["graphs"]
+    ]
+    screen.print_table(f"{found['tower']}: graphs to capture", columns, rows, right=columns[1:])
+    screen.say(
+        f"  {len(rows)} of {found['ladder']} graphs, {screen.human_bytes(found['bytes'])} with the "
+        f"shared arenas, captured in {found['capture_seconds']:.2f} s"
+    )
+    for dropped in found["dropped"]:
+        screen.say(f"  dropped {dropped['key']}: {dropped['reason']}")
+    if not planned:
+        return
+    served = found["coverage"]
+    screen.say(
+        f"  {served['hits']} of {served['items']} items replayed ({served['hit_rate']:.1%}), "
+        f"padding {served['padding_waste']:.1%}"
+    )
+    for reason, count in served["misses"].items():
+        screen.say(f"  {count} eager: {reason}")
+    for name in ("token_budgets", "audio_chunks"):
+        if found[name]:
+            screen.say(f"  GRAPHHAL_{name.upper()}={','.join(map(str, found[name]))}")

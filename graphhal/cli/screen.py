@@ -1,0 +1,93 @@
+"""What every command shows alike: tables, progress, errors, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    Advance = Callable[[int, int, object], None]
+
+PLAIN_WIDTH = 160
+"""Columns where the output is not a terminal: tables are read whole in logs."""
+
+
+def console(stderr: bool = False) -> Console:
+    """Where tables go; as wide as the terminal, or `PLAIN_WIDTH`."""
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else PLAIN_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def fail(message: str, status: int = 1) -> typer.Exit:
+    """Print an error; raise what is returned."""
+    screen = console(stderr=True)
+    screen.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    return typer.Exit(status)
+
+
+def print_json(data: Any) -> None:
+    """The one document that `--json` writes to standard output."""
+    typer.echo(json.dumps(data, indent=2, sort_keys=True, allow_nan=True, default=str))
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    right: Sequence[str] = (),
+) -> None:
+    """A titled table; columns in `right` hold numbers. Text is shown as it is, never as markup."""
+    made = Table(header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    screen = console()
+    screen.print(Text(title, style="bold"), soft_wrap=True)
+    screen.print(made)
+
+
+def say(line: str, style: str = "") -> None:
+    """One line of text below a table."""
+    console().print(Text(line, style=style), soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Advance]:
+    """A bar on standard error; call it with (done, total, what)."""
+    columns = (
+        TextColumn("{task.description:<34}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}", style="dim"),
+    )
+    screen = console(stderr=True)
+    with Progress(
+        *columns, console=screen, transient=True, disable=not screen.is_terminal
+    ) as progress:
+        task = progress.add_task(title, total=None, what="")
+
+        def advance(done: int, total: int, what: object) -> None:
+            progress.update(task, completed=done, total=total, what=str(what))
+
+        yield advance
+
+
+def human_bytes(count: float) -> str:
+    """1,234,567 as `1.18 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
