@@ -1,0 +1,1 @@
+"""The reference platform: no device, as strict as one."""

@@ -1,0 +1,106 @@
+"""Refuses what a device would where the dispatcher cannot see it, in PyTorch's functions."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from graphhal.cpu.memory import tensors_in
+from graphhal.cpu.refusal import Origin, host_data, host_read, raw_memory, rebinding
+from graphhal.errors import CaptureError
+
+if TYPE_CHECKING:
+    from graphhal.cpu.tape import Tape
+
+_Tensor = torch.Tensor
+
+# Readers that are no operators, or that reach one only after `__torch_function__` is off.
+_READERS = {
+    _Tensor.tolist: ".tolist()",
+    _Tensor.numpy: ".numpy()",
+    _Tensor.__array__: "numpy.asarray()",
+    _Tensor.__dlpack__: "__dlpack__()",
+    _Tensor.__repr__: "repr() or print()",
+    _Tensor.__format__: "format() or an f-string",
+    _Tensor.__contains__: "`in`",
+    _Tensor.__deepcopy__: "copy.deepcopy()",
+    _Tensor.cpu: ".cpu()",
+    torch.tensor_split: "tensor_split() by a tensor",
+    _Tensor.tensor_split: "tensor_split() by a tensor",
+    torch.functional.tensordot: "tensordot() with dims in a tensor",
+}
+_RAW_MEMORY = {
+    _Tensor.data_ptr: ".data_ptr()",
+    _Tensor.untyped_storage: ".untyped_storage()",
+    _Tensor.storage: ".storage()",
+    _Tensor.__reduce_ex__: "pickling a tensor",
+}
+_MAKERS = {
+    torch.tensor: "torch.tensor()",
+    torch.as_tensor: "torch.as_tensor()",
+    torch.asarray: "torch.asarray()",
+    _Tensor.new_tensor: ".new_tensor()",
+}
+_READ_ARGUMENTS = frozenset((torch.tensor_split, _Tensor.tensor_split, torch.functional.tensordot))
+_SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Refusals(TorchFunctionMode):
+    """Refuses what a device would, where the dispatcher cannot see it."""
+
+    def __init__(self, tape: "Tape") -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, tape = kwargs or {}, self._tape
+        if tape.running:
+            return func(*args, **kwargs)
+        if error := self._check(func, args, kwargs):
+            tape.refuse(error)
+        before, tape.names_device = tape.names_device, kwargs.get("device") is not None
+        try:
+            return func(*args, **kwargs)
+        finally:
+            tape.names_device = before
+
+    def _check(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CaptureError | None:
+        if func == _SET_DATA:
+            return rebinding("assigning to .data")
+        if func in _READERS:
+            read = [args[1:], kwargs] if func in _READ_ARGUMENTS else args[:1]
+            return host_read(_READERS[func]) if self._on_device(read) else None
+        if func in _RAW_MEMORY:
+            return raw_memory(_RAW_MEMORY[func]) if self._on_device(args[:1]) else None
+        if func in _MAKERS:
+            of_device = func is _Tensor.new_tensor and self._on_device(args[:1])
+            data = [*args, *kwargs.values()][1 if func is _Tensor.new_tensor else 0]
+            if isinstance(data, _Tensor):
+                return None
+            if self._on_device(data):
+                return host_read(f"{_MAKERS[func]} of device tensors")
+            named = of_device or kwargs.get("device") is not None
+            return host_data(f"{_MAKERS[func]} on the device") if named else None
+        return (
+            self._check_move(args[0], [*args[1:], *kwargs.values()]) if func is _Tensor.to else None
+        )
+
+    def _check_move(self, tensor: torch.Tensor, targets: Sequence[Any]) -> CaptureError | None:
+        if self._on_device([tensor]):
+            # Only the literal surely names the host: `torch.device("cpu")` is the tower's own.
+            named = any(isinstance(target, str) and target == "cpu" for target in targets)
+            return host_read('.to("cpu")') if named else None
+        onto = any(isinstance(target, torch.device) for target in targets)
+        return host_data(".to(device)") if onto or self._on_device(targets) else None
+
+    def _on_device(self, values: Any) -> bool:
+        return any(self._tape.origin_of(tensor) is Origin.DEVICE for tensor in tensors_in(values))
