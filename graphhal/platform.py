@@ -52,6 +52,8 @@ class PlatformInfo:
         free_bytes: device memory that is free now; None where the platform cannot say.
         allow_empty: the attention takes empty sequences (spare slots); else every slot needs a row.
         capabilities: further facts, as words (`"mem_pool_eager"`, `"collectives"`, …).
+        unclaimed: conformance checks that the platform does not claim to pass, and why, in words;
+            only checks that may be waived (`python -m graphhal.testing --list` says which).
     """
 
     name: str
@@ -64,6 +66,7 @@ class PlatformInfo:
     free_bytes: Callable[[], int] | None = None
     allow_empty: bool = True
     capabilities: frozenset[str] = frozenset()
+    unclaimed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,47 @@
+"""What a hook must leave as it found it: modes, streams and defaults of the calling thread."""
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from graphhal.testing.check import CheckFailure
+
+
+class CallerState:
+    """A snapshot of the calling thread's PyTorch state."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = _snapshot(device)
+
+    def expect_unchanged(self, when: str, hook: str | None = None) -> None:
+        """Compare with now.
+
+        Raises:
+            CheckFailure: names what changed. What can be put back is, so that one fault does not
+                spill over into the next check.
+        """
+        after = _snapshot(self._device)
+        changed = [name for name, value in self._before.items() if after[name] != value]
+        if "grad mode" in changed:
+            torch.set_grad_enabled(bool(self._before["grad mode"]))
+        if not changed:
+            return
+        shown = "; ".join(f"{n} is {after[n]}, was {self._before[n]}" for n in changed)
+        raise CheckFailure(f"{when}, {shown}", "the caller's state as it was", hook)
+
+
+def _snapshot(device: torch.device) -> dict[str, object]:
+    state: dict[str, object] = {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "dispatch modes": [type(m).__name__ for m in _get_current_dispatch_mode_stack()],
+        "function modes": [type(m).__name__ for m in _get_current_function_mode_stack()],
+        "default dtype": torch.get_default_dtype(),
+        "autocast": torch.is_autocast_enabled(device.type),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+    if device.type != "cpu":
+        state["current stream"] = torch.accelerator.current_stream(device)
+        state["current device"] = torch.accelerator.current_device_index()
+    return state
