@@ -16,6 +16,7 @@ from graphhal.cpu.refusal import Origin, check_operator, foreign_memory, rebindi
 from graphhal.errors import CaptureError
 
 _aten = torch.ops.aten
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _CPU = torch._C.DispatchKey.CPU
 
 
@@ -100,7 +101,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if types:
+        # `Parameter.data` names its class here, though it has no dispatch of its own.
+        if any(each.__torch_dispatch__ is not _NO_DISPATCH for each in types):
             return NotImplemented  # Tensor subclasses unwrap themselves; their operators come next.
         if op._can_decompose() and not op.has_kernel_for_dispatch_key(_CPU):
             with self:
