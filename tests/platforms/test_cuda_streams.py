@@ -1,0 +1,616 @@
+"""Hazards of streams, pools and captures, on a fake device that keeps CUDA's rules."""
+
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphhal import stream_capture
+from graphhal.boundaries import Boundaries
+from graphhal.cuda import plugin
+from graphhal.errors import (
+    CaptureError,
+    HostReadError,
+    PluginError,
+    ReplayError,
+    ResourceExhaustedError,
+    UnsupportedOperationError,
+)
+from graphhal.plan import GraphKey
+from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate
+from tests.platforms.fake_streams import FakeTorch
+
+BOTH = pytest.mark.parametrize("cleans_up", [False, True], ids=["up-to-2.13", "from-2.14"])
+
+
+@pytest.fixture
+def cleans_up() -> bool:
+    return False
+
+
+@pytest.fixture
+def fake(monkeypatch, cleans_up):
+    made = FakeTorch(cleans_up)
+    monkeypatch.setattr(stream_capture, "torch", made)
+    monkeypatch.setattr(stream_capture, "_pools", weakref.WeakSet())
+    monkeypatch.setattr(stream_capture, "_recordings", weakref.WeakSet())
+    monkeypatch.setattr(stream_capture, "_abandoned", [])
+    return made
+
+
+def request_for(fake, forward=None, pool=None, size=8, warmups=2) -> CaptureRequest:
+    return CaptureRequest(
+        key=GraphKey("toy", "image", size),
+        forward=forward or (lambda: fake.work("forward")),
+        inputs={},
+        packed=torch.zeros(16, dtype=torch.uint8),
+        output=torch.zeros(4, 2),
+        boundaries={"cu_seqlens": Boundaries((4,))},
+        warmups=warmups,
+        pool=pool,
+        device=torch.device("cuda", 0),
+    )
+
+
+def captured(fake, **options) -> CapturedGraph:
+    return plugin.graphhal_capture(request_for(fake, **options))
+
+
+def replay_on(fake, graph, stream, name="replay") -> None:
+    with fake.stream_context(stream):
+        with plugin.graphhal_step("replay", graph, {}, {}):
+            fake.work(f"stage {name}")
+            plugin.graphhal_replay(graph)
+            fake.work(f"copy out {name}")
+
+
+# --- capture
+
+
+def test_warm_up_and_capture_run_on_one_stream_that_is_not_the_callers(fake):
+    seen = []
+    caller = fake.current()
+    graph = captured(fake, forward=lambda: seen.append(fake.current().stream_id))
+    assert seen == [graph.pool.stream.stream_id] * 3
+    assert fake.current() == caller
+    assert caller.stream_id != seen[0]
+
+
+def test_capture_starts_after_what_the_caller_staged(fake):
+    fake.work("stage")
+    captured(fake)
+    assert fake.ordered("stage", "forward")
+
+
+def test_captures_are_thread_local(fake):
+    captured(fake)
+    assert "begin thread_local" in fake.log
+
+
+def test_graphs_share_one_pool(fake):
+    first = captured(fake)
+    second = captured(fake, pool=first.pool)
+    assert second.pool is first.pool
+    assert fake.pool_users == {first.pool.id: 3}
+
+
+def test_workspaces_are_allocated_inside_the_pool_before_the_first_warm_up(fake):
+    steps: list[str] = []
+    captured(fake, forward=lambda: steps.append(f"pool={fake.routed() is not None}"))
+    zeros = [line for line in fake.log if line.startswith("zeros")]
+    assert zeros
+    assert all("pool=True" in line for line in zeros)
+    assert steps[:2] == ["pool=False"] * 2  # what a warm-up keeps must not lie in graph memory
+
+
+def test_workspaces_are_allocated_again_after_any_graph_is_reset(fake):
+    first = captured(fake)
+    second = captured(fake, pool=first.pool)
+    before = sum(line.startswith("zeros") for line in fake.log)
+    captured(fake, pool=first.pool)
+    assert sum(line.startswith("zeros") for line in fake.log) == before
+    plugin.graphhal_release([second])
+    captured(fake, pool=first.pool)
+    assert sum(line.startswith("zeros") for line in fake.log) > before
+
+
+def test_garbage_collection_rests_during_capture_and_goes_on_afterwards(fake):
+    states: list[bool] = []
+    captured(fake, forward=lambda: states.append(gc.isenabled()))
+    assert states == [True, True, False]
+    assert gc.isenabled()
+
+
+def test_a_foreign_pool_is_refused(fake):
+    with pytest.raises(PluginError, match=r"^toy/image\[8\]: pool is not one of this platform"):
+        captured(fake, pool=object())
+
+
+def test_capture_inside_another_capture_is_refused(fake):
+    fake.capturing[0] = SimpleNamespace(invalid=False)
+    with pytest.raises(CaptureError, match="another capture is running"):
+        captured(fake)
+
+
+# --- failed captures
+
+
+def capturing(fake) -> bool:
+    return fake.current().stream_id in fake.capturing
+
+
+def fail_with(fake, message):
+    def forward() -> None:
+        if capturing(fake):
+            fake.capturing[fake.current().stream_id].invalid = True
+            raise RuntimeError(message)
+
+    return forward
+
+
+@BOTH
+def test_a_host_read_is_named_with_its_line(fake):
+    with pytest.raises(HostReadError) as caught:
+        captured(fake, forward=fake.host_read)
+    assert "waits for a device value" in str(caught.value)
+    assert "fake_streams.py" in str(caught.value)
+    assert "`raise RuntimeError(" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing", HostReadError),
+        ("CUDA error: capturing stream has unjoined work", UnsupportedOperationError),
+        ("dependency created on uncaptured work in another stream", UnsupportedOperationError),
+        ("Cannot copy unless the CPU tensor is pinned", UnsupportedOperationError),
+        ("CUDA error: out of memory", ResourceExhaustedError),
+        ("the model has a bug", CaptureError),
+    ],
+)
+def test_a_failed_capture_leaves_everything_usable(fake, message, kind):
+    first = captured(fake)
+    users = dict(fake.pool_users)
+    caller = fake.current()
+    with pytest.raises(CaptureError) as caught:
+        captured(fake, forward=fail_with(fake, message), pool=first.pool)
+    assert type(caught.value) is kind
+    assert fake.current() == caller
+    assert not fake.capturing
+    assert not fake.generator_captures
+    assert not fake.routing
+    assert gc.isenabled()
+    assert {pool: n for pool, n in fake.pool_users.items() if n} == users
+    replay_on(fake, first, caller)
+    again = captured(fake, pool=first.pool)
+    replay_on(fake, again, caller)
+
+
+@BOTH
+def test_a_swallowed_host_read_still_fails_the_capture(fake):
+    def forward() -> None:
+        try:
+            fake.host_read()
+        except RuntimeError:
+            pass
+
+    with pytest.raises(UnsupportedOperationError, match="the code went on"):
+        captured(fake, forward=forward)
+    assert not fake.routing
+
+
+@BOTH
+def test_a_failed_capture_frees_what_its_frames_hold(fake):
+    kept: list[Any] = []
+
+    def forward() -> None:
+        big = torch.zeros(4)
+        kept[:] = [weakref.ref(big)]
+        if capturing(fake):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    with pytest.raises(ResourceExhaustedError) as caught:
+        captured(fake, forward=forward)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert kept[0]() is None
+
+
+def test_out_of_memory_in_warm_up_is_the_same_error(fake):
+    def forward() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    with pytest.raises(ResourceExhaustedError, match=r"warm-up failed.*memory_limit"):
+        captured(fake, forward=forward)
+    assert not any(line.startswith("begin") for line in fake.log)
+
+
+def test_an_interrupt_passes_through_and_ends_the_capture(fake):
+    def forward() -> None:
+        if capturing(fake):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        captured(fake, forward=forward)
+    assert not fake.capturing
+    assert not fake.routing
+
+
+def test_a_capture_that_cannot_be_ended_retires_the_pool_not_the_process(fake, monkeypatch, caplog):
+    first = captured(fake)
+    monkeypatch.setattr(
+        fake.cuda, "graph_pool_handle", lambda: (_ for _ in ()).throw(RuntimeError("no handle"))
+    )
+    original = fake.cuda.graph_pool_handle
+    monkeypatch.setattr(fake.cuda, "graph_pool_handle", lambda: first.pool.id)
+    del original
+    with pytest.raises(HostReadError):
+        captured(fake, forward=fake.host_read, pool=first.pool)
+    assert "could not be ended cleanly" in caplog.text
+    with pytest.raises(ResourceExhaustedError, match="takes no more graphs"):
+        captured(fake, pool=first.pool)
+    replay_on(fake, first, fake.current())
+
+
+# --- replay
+
+
+def test_replays_on_two_streams_are_ordered_on_the_device(fake):
+    graph = captured(fake)
+    one, two = fake.Stream(), fake.Stream()
+    replay_on(fake, graph, one, "a")
+    replay_on(fake, graph, two, "b")
+    assert fake.ordered("copy out a", "stage b")
+
+
+def test_replays_on_one_stream_need_no_wait(fake):
+    graph = captured(fake)
+    stream = fake.Stream()
+    replay_on(fake, graph, stream)
+    waits = fake.log.count(f"wait {stream.stream_id}")
+    for _ in range(3):
+        replay_on(fake, graph, stream)
+    assert fake.log.count(f"wait {stream.stream_id}") == waits
+
+
+def test_a_replay_never_waits_on_the_host(fake):
+    graph = captured(fake)
+    fake.log.clear()
+    replay_on(fake, graph, fake.Stream())
+    assert "synchronize" not in fake.log
+
+
+def test_two_threads_do_not_interleave_their_steps(fake):
+    graph = captured(fake)
+    inside, worst = [0], [0]
+
+    def work() -> None:
+        for _ in range(50):
+            with plugin.graphhal_step("replay", graph, {}, {}):
+                inside[0] += 1
+                worst[0] = max(worst[0], inside[0])
+                plugin.graphhal_replay(graph)
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert worst == [1]
+
+
+def test_no_replay_inside_an_outer_capture(fake):
+    graph = captured(fake)
+    fake.capturing[0] = SimpleNamespace(invalid=False)
+    assert plugin.graphhal_step("replay", graph, {}, {}) is None
+    eager = plugin.graphhal_step("eager", None, {}, {})
+    with eager as scope:
+        assert fake.current().stream_id == 0
+        assert fake.routed() is None
+        scope.empty((2,), torch.float32)
+
+
+def test_an_error_inside_a_step_releases_the_pool(fake):
+    graph = captured(fake)
+    with pytest.raises(ValueError, match="bad item"):
+        with plugin.graphhal_step("replay", graph, {}, {}):
+            raise ValueError("bad item")
+    done: list[bool] = []
+    other = threading.Thread(
+        target=lambda: (replay_on(fake, graph, fake.Stream()), done.append(True))
+    )
+    other.start()
+    other.join(timeout=10)
+    assert done == [True]
+
+
+def test_boundaries_travel_in_one_copy_of_the_block(fake):
+    graph = captured(fake)
+    block = torch.arange(8, dtype=torch.uint8)
+    plugin.graphhal_update_boundaries(graph, HostUpdate({}, block))
+    assert graph.request.packed.tolist() == [*range(8), *([0] * 8)]
+    plugin.graphhal_update_boundaries(graph, HostUpdate({}, torch.full((16,), 7).to(torch.uint8)))
+    assert graph.request.packed.tolist() == [7] * 16
+
+
+# --- eager calls
+
+
+def test_eager_runs_on_the_capture_stream_inside_the_pool(fake):
+    graph = captured(fake)
+    caller = fake.current()
+    fake.work("inputs")
+    with plugin.graphhal_step("eager", None, {}, {}):
+        assert fake.current() == graph.pool.stream
+        assert fake.routed() == graph.pool.id
+        fake.work("eager")
+    assert fake.current() == caller
+    assert fake.routed() is None
+    fake.work("use")
+    assert fake.ordered("inputs", "eager")
+    assert fake.ordered("eager", "use")
+
+
+def test_eager_and_replay_on_different_streams_are_ordered_both_ways(fake):
+    graph = captured(fake)
+    one, two, three = fake.Stream(), fake.Stream(), fake.Stream()
+    replay_on(fake, graph, one, "a")
+    with fake.stream_context(two), plugin.graphhal_step("eager", None, {}, {}):
+        fake.work("eager")
+    replay_on(fake, graph, three, "b")
+    assert fake.ordered("copy out a", "eager")
+    assert fake.ordered("eager", "stage b")
+
+
+def test_eager_output_lies_outside_the_pool_on_the_callers_stream(fake):
+    graph = captured(fake)
+    caller = fake.Stream()
+    with fake.stream_context(caller), plugin.graphhal_step("eager", None, {}, {}) as scope:
+        fake.log.clear()
+        scope.empty((2, 2), torch.float32)
+        assert fake.log[0] == f"empty pool=False stream={caller.stream_id}"
+        assert fake.current() == graph.pool.stream
+        assert fake.routed() == graph.pool.id
+    assert fake.pool_users[graph.pool.id] == 2
+
+
+def test_eager_output_waits_for_the_last_use_of_its_memory(fake):
+    """The block may have been freed on the caller's stream after the step began."""
+    captured(fake)
+    caller = fake.Stream()
+    with fake.stream_context(caller), plugin.graphhal_step("eager", None, {}, {}) as scope:
+        with fake.stream_context(caller):
+            fake.work("another thread's last use")
+        scope.empty((2, 2), torch.float32)
+        fake.work("write output")
+    assert fake.ordered("another thread's last use", "write output")
+
+
+def test_a_failed_eager_call_restores_stream_and_allocator(fake):
+    graph = captured(fake)
+    caller = fake.current()
+    with pytest.raises(ValueError, match="bad item"):
+        with plugin.graphhal_step("eager", None, {}, {}):
+            raise ValueError("bad item")
+    assert fake.current() == caller
+    assert not fake.routing
+    assert fake.pool_users[graph.pool.id] == 2
+    assert plugin.graphhal_step("replay", graph, {}, {}) is not None
+
+
+def test_eager_without_graphs_is_left_alone(fake):
+    with plugin.graphhal_step("eager", None, {}, {}) as scope:
+        assert fake.current().stream_id == 0
+        scope.empty((2,), torch.float32)
+    assert fake.log == ["empty pool=False stream=0"]
+
+
+def test_out_of_memory_in_the_pool_sends_the_next_eager_call_outside(fake):
+    captured(fake)
+    with pytest.raises(torch.OutOfMemoryError):
+        with plugin.graphhal_step("eager", None, {}, {}):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    with plugin.graphhal_step("eager", None, {}, {}):
+        assert fake.routed() is None
+
+
+def test_what_an_eager_call_keeps_in_the_pool_stops_replays(fake, caplog):
+    graph = captured(fake)
+    pool = graph.pool
+    with plugin.graphhal_step("eager", None, {}, {}):
+        fake.live[pool.id] = {4096: 512}
+    assert plugin.graphhal_step("replay", graph, {}, {}) is None
+    assert "kept 1 tensors (512 bytes)" in caplog.text
+    with plugin.graphhal_step("eager", None, {}, {}):
+        assert fake.routed() is None
+    with pytest.raises(CaptureError, match="left tensors in the graph pool"):
+        captured(fake, pool=pool)
+    plugin.graphhal_release([graph])
+    again = captured(fake, pool=pool)
+    assert plugin.graphhal_step("replay", again, {}, {}) is not None
+
+
+def test_what_capture_keeps_in_the_pool_is_no_leftover(fake):
+    graph = captured(fake)
+    fake.live[graph.pool.id] = {64: 512}
+    second = captured(fake, pool=graph.pool)
+    with plugin.graphhal_step("eager", None, {}, {}):
+        pass
+    assert plugin.graphhal_step("replay", second, {}, {}) is not None
+
+
+def test_a_failed_eager_calls_traceback_is_no_leftover(fake):
+    graph = captured(fake)
+    with pytest.raises(ValueError, match="bad item"):
+        with plugin.graphhal_step("eager", None, {}, {}):
+            fake.live[graph.pool.id] = {64: 512}
+            raise ValueError("bad item")
+    assert plugin.graphhal_step("replay", graph, {}, {}) is not None
+
+
+# --- poison
+
+
+def test_poison_fills_exactly_the_free_blocks_of_the_capture_stream(fake):
+    graph = captured(fake)
+    raw = graph.pool.stream.cuda_stream
+    fake.free[graph.pool.id] = [
+        ("large", 5 * 2**20, raw),
+        ("small", 2**20 + 512, raw),
+        ("large", 9 * 2**20, raw + 1),
+    ]
+    fake.log.clear()
+    graph.poison()
+    fills = [line for line in fake.log if line.startswith("full")]
+    assert fills == [f"full {size} pool=True" for size in (5 * 2**20, 2**20, 512)]
+
+
+# --- release
+
+
+def test_a_pool_dies_after_its_last_graph(fake):
+    first = captured(fake)
+    second = captured(fake, pool=first.pool)
+    plugin.graphhal_release([first])
+    assert not any("died" in line for line in fake.log)
+    plugin.graphhal_release([second])
+    assert fake.log.index("pool died with 0 users") > max(
+        n for n, line in enumerate(fake.log) if line.startswith("reset")
+    )
+
+
+def test_a_pool_that_nobody_released_dies_after_its_graphs(fake):
+    graphs = [captured(fake)]
+    graphs.append(captured(fake, pool=graphs[0].pool))
+    graphs[0].request.inputs["cycle"] = graphs
+    del graphs
+    gc.collect()
+    assert [line for line in fake.log if "died" in line] == ["pool died with 0 users"]
+
+
+def test_everything_is_closed_before_the_interpreter_ends(fake):
+    graph = captured(fake)
+    stream_capture.release_all()
+    assert "pool died with 0 users" in fake.log
+    with pytest.raises(ReplayError):
+        plugin.graphhal_replay(graph)
+
+
+def test_a_pool_can_be_used_again_after_clear(fake):
+    graph = captured(fake)
+    pool, name = graph.pool, graph.pool.id
+    plugin.graphhal_release([graph])
+    assert pool.id is None
+    again = captured(fake, pool=pool)
+    assert again.pool is pool
+    assert pool.id not in (None, name)
+    replay_on(fake, again, fake.current())
+
+
+def test_a_pool_whose_only_capture_failed_keeps_no_memory(fake):
+    with pytest.raises(HostReadError):
+        captured(fake, forward=fake.host_read)
+    gc.collect()
+    assert [users for users in fake.pool_users.values() if users] == []
+
+
+def test_release_twice_is_harmless(fake):
+    graph = captured(fake)
+    plugin.graphhal_release([graph, graph])
+    plugin.graphhal_release([graph])
+    assert sum(line.startswith("reset") for line in fake.log) == 1
+
+
+def test_release_after_the_device_is_gone_is_harmless(fake):
+    graph = captured(fake)
+    fake.device_gone = True
+    plugin.graphhal_release([graph])
+    assert graph.handle is None
+
+
+def test_a_released_graph_is_not_replayed(fake):
+    graph = captured(fake)
+    plugin.graphhal_release([graph])
+    with pytest.raises(ReplayError, match=r"^toy/image\[8\] was released"):
+        plugin.graphhal_replay(graph)
+
+
+def test_a_launch_that_the_device_refuses_is_a_replay_error(fake):
+    graph = captured(fake)
+    fake.device_gone = True
+    with pytest.raises(ReplayError, match="device is gone"):
+        plugin.graphhal_replay(graph)
+
+
+# --- memory
+
+
+def test_a_graphs_bytes_are_what_it_added_and_no_other_process_took(fake):
+    def forward() -> None:
+        if capturing(fake):
+            fake.reserved += 100 * 2**20
+            fake.free_bytes -= 103 * 2**20
+
+    assert captured(fake, forward=forward).num_bytes == 103 * 2**20
+
+    def beside_another_process() -> None:
+        if capturing(fake):
+            fake.free_bytes -= 9 * 2**30
+
+    bytes_told = captured(fake, forward=beside_another_process).num_bytes
+    assert bytes_told == 64 * 2**20
+
+
+def sized(fake, amounts):
+    """Requests whose capture grows the pool by the amounts given, by size."""
+
+    def forward(size):
+        def run() -> None:
+            if capturing(fake):
+                fake.reserved += amounts[size]
+                fake.free_bytes -= amounts[size]
+
+        return run
+
+    return [request_for(fake, forward=forward(size), size=size) for size in amounts]
+
+
+def test_a_profile_captures_a_sample_and_interpolates_the_rest(fake):
+    mib = 2**20
+    amounts = {800: 500 * mib, 700: 40 * mib, 400: 25 * mib, 100: 10 * mib}
+    profile = plugin.graphhal_profile_memory(sized(fake, amounts))
+    by_size = {key.size: size / mib for key, size in profile.per_graph.items()}
+    assert by_size == {800: 500, 700: 40, 400: 25, 100: 10}
+    assert profile.settled_bytes == 575 * mib
+    assert sum(line.startswith("begin") for line in fake.log) == 3
+
+
+def test_a_profile_keeps_nothing(fake):
+    plugin.graphhal_profile_memory(sized(fake, {8: 1, 4: 1, 2: 1}))
+    gc.collect()
+    assert [users for users in fake.pool_users.values() if users] == []
+
+
+def test_a_transient_is_counted_apart(fake):
+    def forward() -> None:
+        if not capturing(fake):
+            fake.reserved += 7 * 2**20
+
+    profile = plugin.graphhal_profile_memory([request_for(fake, forward=forward, warmups=1)])
+    assert profile.settled_bytes == 0
+    assert profile.transient_bytes == 7 * 2**20
+
+
+def test_a_profile_survives_what_capture_will_not(fake):
+    requests = [
+        request_for(fake, forward=fake.host_read, size=8),
+        request_for(fake, size=4),
+    ]
+    profile = plugin.graphhal_profile_memory(requests)
+    assert [key.size for key in profile.per_graph] == [8, 4]
