@@ -1,17 +1,21 @@
 """Options, parsed once and loudly: environment `GRAPHHAL_*`, a mapping, or arguments."""
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from graphhal.errors import SettingsError
 
 ENV_PREFIX = "GRAPHHAL_"
+MOST_SIZES = 4096
+"""Numbers in one range of sizes, at most: a slip of the pen must not fill the memory."""
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -49,12 +53,10 @@ class SelfCheck(StrEnum):
 
 
 def _split_names(value: Any) -> Any:
-    """`"a, b"` and `["a", "b"]` alike; names are stripped, empty ones dropped."""
+    """`"a, b"`, `'["a", "b"]'` and `["a", "b"]` alike; names are stripped, empty ones dropped."""
     if isinstance(value, str):
         value = value.strip()
-        if value.startswith("["):
-            value = value.strip("[]").replace('"', "").replace("'", "")
-        value = value.split(",")
+        value = json.loads(value) if value.startswith("[") else value.split(",")
     if isinstance(value, list | tuple | set | frozenset):
         stripped = [v.strip() if isinstance(v, str) else v for v in value]
         return tuple(v for v in stripped if v != "")
@@ -63,7 +65,7 @@ def _split_names(value: Any) -> Any:
 
 def _split_numbers(value: Any) -> Any:
     """Like names; `"1-64"` is a range, ends included."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int):
         return (value,)
     parts = _split_names(value)
     if not isinstance(parts, tuple):
@@ -71,7 +73,13 @@ def _split_numbers(value: Any) -> Any:
     numbers: list[Any] = []
     for part in parts:
         span = re.fullmatch(r"(\d+)\s*-\s*(\d+)", part) if isinstance(part, str) else None
-        numbers += range(int(span[1]), int(span[2]) + 1) if span else [part]
+        if span is None:
+            numbers.append(part)
+            continue
+        first, last = int(span[1]), int(span[2])
+        if not first <= last < first + MOST_SIZES:
+            raise ValueError(f"{part} is no rising range of at most {MOST_SIZES} numbers")
+        numbers += range(first, last + 1)
     return tuple(numbers)
 
 
@@ -82,14 +90,17 @@ def _parse_bytes(value: Any) -> Any:
     text = value.strip().lower()
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
         return float(match[1]) / 100
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?b?)", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text)
     if not match or match[2] not in _UNITS:
-        return value
+        raise ValueError("that is neither bytes nor a fraction")
     if not match[2] and "." in match[1]:
         return float(match[1])
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+_NAMES = "names, separated by commas, or a JSON list"
+_SIZES = "whole numbers above 0 and ranges (1,2,4 or 1-64), or a JSON list"
+_BYTES = "bytes (650MiB, 1.5GiB, a whole number) or a fraction of free memory (10%, 0.1)"
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_names)]
 Sizes = Annotated[
     tuple[Annotated[int, Field(gt=0)], ...], NoDecode, BeforeValidator(_split_numbers)
@@ -122,6 +133,13 @@ class Settings(BaseSettings):
         exact_only: replay only where a graph leaves no padding row (bit-equal to eager, or eager).
         warmups: eager passes before each capture.
         tolerance: relative L2 that graph and eager may differ by; by default by dtype.
+        vllm_models: models without vLLM's encoder-graph protocol that are served all the same:
+            `qwen3_omni`, `covo_audio`.
+        vllm_adapter: `own` takes graphhal's adapter of a tower where there is one; `protocol`
+            always lets the model's own code prepare the buffers.
+        log_seconds: between two log lines about hits and misses in a vLLM worker; 0 for none.
+        stats_file: JSON of all counters, written with every such line by each vLLM worker; `{pid}`
+            in it becomes the process.
     """
 
     model_config = SettingsConfigDict(
@@ -129,26 +147,53 @@ class Settings(BaseSettings):
     )
 
     platform: str | None = None
-    plugins: Names | None = None
-    block_plugins: Names = ()
+    plugins: Annotated[Names | None, NoDecode] = Field(default=None, description=_NAMES)
+    block_plugins: Names = Field(default=(), description=_NAMES)
     policy: Policy = Policy.SINGLE
-    token_budgets: Sizes | None = None
-    max_tokens: int = Field(default=4096, gt=0)
-    audio_chunks: Sizes = tuple(range(1, 65))
-    max_items: int = Field(default=8, gt=0, le=1024)
-    max_frames: int = Field(default=64, gt=0, le=4096)
-    memory_limit: Annotated[int | float | None, BeforeValidator(_parse_bytes)] = None
+    token_budgets: Annotated[Sizes | None, NoDecode] = Field(default=None, description=_SIZES)
+    max_tokens: int = Field(default=4096, gt=0, description="a whole number above 0")
+    audio_chunks: Sizes = Field(default=tuple(range(1, 65)), description=_SIZES)
+    max_items: int = Field(default=8, gt=0, le=1024, description="a whole number from 1 to 1024")
+    max_frames: int = Field(default=64, gt=0, le=4096, description="a whole number from 1 to 4096")
+    memory_limit: Annotated[int | float | None, BeforeValidator(_parse_bytes)] = Field(
+        default=None, description=_BYTES
+    )
     self_check: SelfCheck = SelfCheck.FULL
-    exact_only: bool = False
-    warmups: int = Field(default=2, ge=1, le=16)
-    tolerance: float | None = Field(default=None, gt=0, lt=1)
+    exact_only: bool = Field(default=False, description="true or false")
+    warmups: int = Field(default=2, ge=1, le=16, description="a whole number from 1 to 16")
+    tolerance: float | None = Field(
+        default=None, gt=0, lt=1, description="a number between 0 and 1"
+    )
+    vllm_models: Names = ()
+    vllm_adapter: Literal["own", "protocol"] = "own"
+    log_seconds: float = Field(default=300.0, ge=0)
+    stats_file: str | None = None
 
     def __init__(self, **options: Any) -> None:
         _refuse_unknown_environment(set(type(self).model_fields))
+        for name in options:
+            # pydantic-settings' own switches (other files, the command line), and other spellings.
+            if name.startswith("_") or name != name.lower():
+                raise SettingsError(_unknown(name, type(self)))
         try:
             super().__init__(**options)
         except ValidationError as error:
             raise SettingsError(_explain(error, type(self))) from error
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`true` would count as 1 where a number is meant; text is stripped."""
+        wants_truth = cls.model_fields[str(info.field_name)].annotation is bool
+        values = value if isinstance(value, list | tuple) else [value]
+        if not wants_truth and any(isinstance(each, bool) for each in values):
+            raise ValueError("true and false are no value of this option")
+        return value.strip() if isinstance(value, str) else value
+
+    @field_validator("platform")
+    @classmethod
+    def _blank_is_no_name(cls, value: str | None) -> str | None:
+        return value or None
 
     @field_validator("token_budgets", "audio_chunks")
     @classmethod
@@ -179,15 +224,19 @@ def _refuse_unknown_environment(fields: set[str]) -> None:
             raise SettingsError(f"environment variable {name} is not an option. Options: {allowed}")
 
 
+def _unknown(option: str, model: type[Settings]) -> str:
+    return f"unknown option {option!r}. Options: {', '.join(sorted(model.model_fields))}"
+
+
 def _explain(error: ValidationError, model: type[Settings]) -> str:
     lines = []
     for problem in error.errors():
         option = str(problem["loc"][0]) if problem["loc"] else "?"
         if problem["type"] == "extra_forbidden":
-            lines.append(
-                f"unknown option {option!r}. Options: {', '.join(sorted(model.model_fields))}"
-            )
+            lines.append(_unknown(option, model))
             continue
-        given = problem.get("input")
-        lines.append(f"option {option!r}: {problem['msg']}, got {given!r}")
+        field = model.model_fields.get(option)
+        allowed = f". Allowed: {field.description}" if field and field.description else ""
+        said = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"option {option!r}: {said}, got {problem.get('input')!r}{allowed}")
     return "; ".join(dict.fromkeys(lines))

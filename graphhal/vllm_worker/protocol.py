@@ -83,6 +83,13 @@ class Dialect:
         ).values
         return dict(values)
 
+    def scatters_only(self, model: Any) -> bool:
+        """Whether a model's items are consecutive rows of its output, as the protocol's default is."""
+        from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
+
+        own = getattr(type(model), "postprocess_encoder_output", None)
+        return own is SupportsEncoderCudaGraph.postprocess_encoder_output
+
     def postprocess(
         self,
         model: Any,

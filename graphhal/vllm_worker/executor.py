@@ -1,0 +1,388 @@
+"""What a vLLM runner calls in place of its encoder-graph manager."""
+
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from graphhal.data_parallel import DataParallelEncoder
+from graphhal.discovery import open_platform
+from graphhal.errors import GraphhalError, NoPlatformError, SettingsError
+from graphhal.peers import DistributedPeers, Peers
+from graphhal.platform import Platform
+from graphhal.runner import EncoderGraphs
+from graphhal.settings import Settings
+from graphhal.vllm_worker import compatibility, memory, touched, towers
+from graphhal.vllm_worker.limits import merged
+from graphhal.vllm_worker.metrics import Reporter
+from graphhal.vllm_worker.plugin import wants_encoder_graphs
+from graphhal.vllm_worker.protocol_adapter import RefusedError
+from graphhal.vllm_worker.refusals import engine_refusal, request_refusal
+from graphhal.vllm_worker.towers import Encoder
+
+log = logging.getLogger(__name__)
+
+_alive: "weakref.WeakSet[EncoderGraphExecutor]" = weakref.WeakSet()
+_said: set[str] = set()
+
+
+def build(
+    vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
+) -> "EncoderGraphExecutor | None":
+    """An executor for a model, or None where vLLM's own manager shall serve it.
+
+    Arguments are those of vLLM's `EncoderCudaGraphManager`.
+
+    Raises:
+        SettingsError: options are invalid, or vLLM's and graphhal's contradict each other.
+    """
+    if not wants_encoder_graphs(vllm_config):
+        return None
+    has_protocol = hasattr(model, "encoder_cudagraph_forward")
+    problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
+    if problem is None:
+        settings = merged(towers.settings_of(vllm_config), vllm_config.compilation_config)
+        try:
+            platform = open_platform(settings.platform, settings)
+            return EncoderGraphExecutor(vllm_config, device, dtype, model, platform, settings)
+        except NoPlatformError as error:
+            problem = str(error)
+    served = "vLLM's own encoder graphs serve it" if has_protocol else "it runs eagerly"
+    if problem not in _said:
+        _said.add(problem)
+        log.warning("graphhal: %s is not served, %s: %s", type(model).__name__, served, problem)
+    if has_protocol:
+        return None
+    return EncoderGraphExecutor(vllm_config, device, dtype, model, None, Settings())
+
+
+def report() -> list[dict[str, Any]]:
+    """Counters of every executor in this process; for `LLM.collective_rpc` and for tests."""
+    return [executor.stats() for executor in _alive]
+
+
+class _Served:
+    """One encoder of the model and its graphs, by path."""
+
+    def __init__(
+        self, encoder: Encoder, platform: Platform, settings: Settings, peers: Peers, group: Any
+    ) -> None:
+        self.encoder = encoder
+        self.graphs = {
+            path: EncoderGraphs(adapter, platform, settings, peers)
+            for path, adapter in encoder.adapters.items()
+        }
+        self._shared = (
+            None
+            if group is None
+            else {path: DataParallelEncoder(g, group) for path, g in self.graphs.items()}
+        )
+
+    def encode(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """By replay; None where any item must run eagerly. Over several ranks always encodes."""
+        made: dict[str, list[torch.Tensor]] = {}
+        for path, graphs in self.graphs.items():
+            if self._shared is not None:
+                outputs: list[torch.Tensor] | None = self._shared[path].run(mm_kwargs)
+            else:
+                outputs = self._replay(graphs, mm_kwargs)
+            if outputs is None:
+                return None
+            made[path] = outputs
+        combine = self.encoder.combine
+        if combine is None:
+            return next(iter(made.values()))
+        joined = {path: _joined(parts) for path, parts in made.items() if parts}
+        specs = self._any_adapter().model.get_encoder_cudagraph_item_specs(mm_kwargs)
+        return combine(joined, [spec.output_tokens for spec in specs], mm_kwargs)
+
+    def _replay(
+        self, graphs: EncoderGraphs, mm_kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor] | None:
+        try:
+            return graphs.try_replay(mm_kwargs)
+        except RefusedError as refused:
+            items = graphs.adapter.item_specs(mm_kwargs)
+            log.debug("%s: %s", graphs.adapter.name, refused)
+            graphs.statistics.count_misses(items, "the prepared buffers do not fit the graph")
+            return None
+
+    def _any_adapter(self) -> Any:
+        return next(iter(self.encoder.adapters.values()))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts one after another: the tensor they are consecutive views of, where they are."""
+    base = parts[0]._base
+    rows = sum(len(part) for part in parts)
+    if base is not None and base.dim() == 2 and len(base) == rows:
+        starts = accumulate((len(part) for part in parts), initial=0)
+        if all(
+            part._base is base and part.storage_offset() == start * base.stride(0)
+            for part, start in zip(parts, starts, strict=False)
+        ):
+            return base
+    return torch.cat(list(parts))
+
+
+class EncoderGraphExecutor:
+    """Has the methods that vLLM's runners call on a manager, over graphhal's engine.
+
+    `execute` returns None wherever the group must run eagerly: the runner then calls the model's
+    `embed_multimodal`, exactly as without encoder graphs. Constructing takes no device memory.
+
+    Args:
+        vllm_config: the engine's configuration.
+        device: of the graphs.
+        dtype: of the model.
+        model: unwrapped.
+        platform: None where nothing shall be served.
+        settings: merged with vLLM's options.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        model: Any,
+        platform: Platform | None,
+        settings: Settings,
+    ) -> None:
+        self.settings = settings
+        self.name = type(model).__name__
+        self._vllm_config = vllm_config
+        self._model = model
+        self._captured = False
+        self._held: torch.Tensor | None = None
+        self._misses: dict[tuple[str, str], int] = {}
+        self._served: list[_Served] = []
+        self.refusal = (
+            "no platform" if platform is None else engine_refusal(vllm_config, model, _is_first_stage())
+        )
+        if self.refusal is None and platform is not None:
+            self._serve(model, platform, device, dtype)
+        elif platform is not None:
+            log.info("graphhal: %s has no encoder graphs: %s", self.name, self.refusal)
+        file = settings.stats_file
+        self._reporter = Reporter(
+            self.name,
+            settings.log_seconds,
+            None if file is None else Path(file.replace("{pid}", str(os.getpid()))),
+        )
+        self.token_budgets = self._budgets()
+        _alive.add(self)
+        atexit.register(_say_goodbye, weakref.ref(self))
+
+    def _serve(
+        self, model: Any, platform: Platform, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        found = towers.encoders_of(model, self._vllm_config, self.settings, device, dtype)
+        if not found:
+            return
+        limit = memory.limit_bytes(self._vllm_config, model, self.settings, platform)
+        settings = self.settings.model_copy(update={"memory_limit": limit})
+        peers, group = _ranks(self._vllm_config)
+        for encoder in found:
+            try:
+                self._served.append(_Served(encoder, platform, settings, peers, group))
+            except (GraphhalError, SettingsError) as error:
+                log.warning("graphhal: %s runs eagerly: %s", encoder.name, error)
+
+    def supports_modality(self, modality: str) -> bool:
+        """Whether a group of this modality may be given to `execute`."""
+        return any(modality in served.encoder.modalities for served in self._served)
+
+    def is_captured(self) -> bool:
+        """Whether graphs are there to replay."""
+        return self._captured
+
+    def get_num_graphs_to_capture(self) -> int:
+        """Graphs that `capture` will try to get."""
+        return sum(len(graphs.ladder()) for graphs in self._graphs())
+
+    def capture(self, graph_pool: Any = None) -> None:
+        """Capture every graph, or what tells how much they take, where vLLM profiles memory.
+
+        Args:
+            graph_pool: vLLM's; not used, since graphs of one encoder share a pool of their own.
+        """
+        if not self._served:
+            return
+        with _vllm_context(self._vllm_config):
+            if memory.is_profiling():
+                self._held = memory.sample(self._model, list(self._graphs()))
+                self._captured = True
+                return
+            started = perf_counter()
+            memory.capture_all(self._model, list(self._graphs()))
+        self._captured = True
+        log.debug("captured in %.1f s", perf_counter() - started)
+        self._reporter.captured(self.stats())
+
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """Encode one group of one modality by replay; None where it must run eagerly.
+
+        Raises:
+            InputError: an item is wrong, and the model's own code would not say so.
+        """
+        refusal = request_refusal(mm_kwargs)
+        served = None if refusal is not None else self._find(mm_kwargs)
+        if served is None:
+            self._count(mm_kwargs, refusal or "no encoder takes these inputs")
+            return None
+        outputs = served.encode(mm_kwargs)
+        if self._reporter.due():
+            self._reporter.served(self.stats())
+        return outputs
+
+    def _find(self, mm_kwargs: Mapping[str, Any]) -> _Served | None:
+        if len(self._served) == 1:
+            return self._served[0]
+        wants_audio = any("audio" in key or "input_features" in key for key in mm_kwargs)
+        for served in self._served:
+            if ("audio" in served.encoder.modalities) is wants_audio:
+                return served
+        return None
+
+    def _count(self, mm_kwargs: Mapping[str, Any], reason: str) -> None:
+        modality = next((name for name in ("image", "video", "audio") if any(
+            key.startswith((name, f"{name}s", f"input_{name}")) for key in mm_kwargs
+        )), "unknown")
+        key = (modality, reason)
+        self._misses[key] = self._misses.get(key, 0) + _count_items(mm_kwargs)
+
+    def clear(self) -> None:
+        """Release every graph. Safe twice; a summary is logged where anything was served."""
+        self._held = None
+        if self._captured:
+            self._reporter.served(self.stats(), final=True)
+        for graphs in self._graphs():
+            graphs.clear()
+        self._captured = False
+
+    def check_weights(self) -> bool:
+        """Whether graphs still read the weights in use; graphs that do not are released.
+
+        In-place updates need no call. After a reload that rebinds tensors, requests notice by
+        themselves; this only makes it happen earlier.
+        """
+        return all([graphs.check_weights() for graphs in self._graphs()])
+
+    def get_cumulative_stats(self) -> dict[str, Any]:
+        """What vLLM's manager reports, and graphhal's counters beside it."""
+        stats = self.stats()
+        total = stats["graph_hits"] + stats["graph_misses"]
+        return {
+            **stats,
+            "hit_rate": stats["graph_hits"] / total if total else 0.0,
+            "num_budgets": stats["graph_count"],
+            "token_budgets": self.token_budgets,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, graphs and memory of all encoders as plain data."""
+        hits: dict[str, int] = {}
+        misses: dict[str, dict[str, int]] = {}
+        replays: dict[str, int] = {}
+        tokens: dict[str, int] = {}
+        dropped: list[tuple[str, str]] = []
+        used = computed = graph_count = graph_bytes = 0
+        seconds = check_seconds = 0.0
+        for (modality, reason), count in self._misses.items():
+            misses.setdefault(modality, {})[reason] = count
+        for graphs in self._graphs():
+            one = graphs.stats()
+            _add(hits, one["hits"])
+            _add(replays, one["replays"])
+            _add(tokens, one["item_tokens"])
+            for modality, reasons in one["misses"].items():
+                _add(misses.setdefault(modality, {}), reasons)
+            used += graphs.statistics.rows_used.total()
+            computed += graphs.statistics.rows_replayed.total()
+            graph_count += one["graph_count"]
+            graph_bytes += one["graph_bytes"]
+            seconds += one["capture"]["seconds"]
+            check_seconds += one["capture"]["self_check_seconds"]
+            dropped += [(d["key"], d["reason"]) for d in one["capture"]["dropped"]]
+        return {
+            "model": self.name,
+            "encoders": [served.encoder.name for served in self._served],
+            "modalities": sorted({m for s in self._served for m in s.encoder.modalities}),
+            "refusal": self.refusal,
+            "graph_hits": sum(hits.values()),
+            "graph_misses": sum(sum(reasons.values()) for reasons in misses.values()),
+            "hits": hits,
+            "misses": misses,
+            "replays": replays,
+            "item_tokens": tokens,
+            "rows": {"used": used, "computed": computed},
+            "padding_waste": 1 - used / computed if computed else 0.0,
+            "graph_count": graph_count,
+            "graph_bytes": graph_bytes,
+            "capture_seconds": seconds,
+            "self_check_seconds": check_seconds,
+            "dropped": dropped,
+        }
+
+    def _graphs(self) -> Iterator[EncoderGraphs]:
+        for served in self._served:
+            yield from served.graphs.values()
+
+    def _budgets(self) -> list[int]:
+        return sorted({capacity.tokens for graphs in self._graphs() for capacity in graphs.ladder()})
+
+
+def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:
+    for key, count in more.items():
+        totals[key] = totals.get(key, 0) + count
+
+
+def _count_items(mm_kwargs: Mapping[str, Any]) -> int:
+    """Items of a group that nobody sized: rows of its grid or lengths, else 1."""
+    for key, value in mm_kwargs.items():
+        if key.endswith(("grid_thw", "lengths", "num_tokens")) and hasattr(value, "__len__"):
+            return len(value)
+    return 1
+
+
+def _is_first_stage() -> bool:
+    from vllm.distributed.parallel_state import get_pp_group, model_parallel_is_initialized
+
+    return not model_parallel_is_initialized() or bool(get_pp_group().is_first_rank)
+
+
+def _ranks(vllm_config: Any) -> tuple[Peers, Any]:
+    """The tensor-parallel ranks: as peers that decide alike, or as a group that shares items."""
+    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return Peers(), None
+    multimodal = vllm_config.model_config.multimodal_config
+    if getattr(multimodal, "mm_encoder_tp_mode", None) == "data":
+        return Peers(), get_tp_group().device_group
+    return DistributedPeers(get_tp_group().cpu_group), None
+
+
+def _vllm_context(vllm_config: Any) -> AbstractContextManager[Any]:
+    """The forward context that compiled towers ask for."""
+    try:
+        from vllm.forward_context import set_forward_context
+    except ImportError:
+        return nullcontext()
+    context: AbstractContextManager[Any] = set_forward_context(None, vllm_config)
+    return context
+
+
+def _say_goodbye(reference: "weakref.ref[EncoderGraphExecutor]") -> None:
+    executor = reference()
+    if executor is not None and executor.is_captured():
+        executor.clear()

@@ -1,0 +1,190 @@
+"""What an operator sees: Prometheus counters, log lines, a JSON file."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Prometheus:
+    """Counters and gauges that appear on vLLM's `/metrics`.
+
+    vLLM collects from worker processes where `PROMETHEUS_MULTIPROC_DIR` is set, as it is with
+    several API servers; workers inherit it. Without the package nothing is published.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._published: Counter[tuple[str, ...]] = Counter()
+        try:
+            import prometheus_client
+        except ImportError:
+            log.debug("prometheus_client is not installed; no metrics are published")
+            self._hits = self._misses = self._replays = self._rows = None
+            return
+        self._hits = _metric(
+            prometheus_client.Counter,
+            "graphhal_encoder_hits",
+            "Items served by replaying a graph.",
+            ("model", "modality"),
+        )
+        self._misses = _metric(
+            prometheus_client.Counter,
+            "graphhal_encoder_misses",
+            "Items that ran eagerly, by reason.",
+            ("model", "modality", "reason"),
+        )
+        self._replays = _metric(
+            prometheus_client.Counter,
+            "graphhal_encoder_replays",
+            "Graphs launched.",
+            ("model", "graph"),
+        )
+        self._rows = _metric(
+            prometheus_client.Counter,
+            "graphhal_encoder_rows",
+            "Input rows of replays: used, and computed with padding.",
+            ("model", "kind"),
+        )
+        self._tokens = _metric(
+            prometheus_client.Counter,
+            "graphhal_encoder_item_tokens",
+            "Items by output tokens; the label is the upper edge.",
+            ("model", "edge"),
+        )
+        self._graphs = _metric(
+            prometheus_client.Gauge,
+            "graphhal_encoder_graphs",
+            "Graphs that can be replayed.",
+            ("model",),
+            multiprocess_mode="livesum",
+        )
+        self._bytes = _metric(
+            prometheus_client.Gauge,
+            "graphhal_encoder_graph_bytes",
+            "Device bytes of graphs and their static buffers.",
+            ("model",),
+            multiprocess_mode="livesum",
+        )
+
+    def captured(self, graphs: int, num_bytes: int) -> None:
+        """Publish what capture left."""
+        if self._hits is not None:
+            self._graphs.labels(self._model).set(graphs)
+            self._bytes.labels(self._model).set(num_bytes)
+
+    def served(self, stats: Mapping[str, Any]) -> None:
+        """Publish what changed since the last call; `stats` is `EncoderGraphExecutor.stats()`."""
+        if self._hits is None:
+            return
+        for modality, count in stats["hits"].items():
+            self._add(self._hits, count, modality)
+        for modality, reasons in stats["misses"].items():
+            for reason, count in reasons.items():
+                self._add(self._misses, count, modality, reason)
+        for graph, count in stats["replays"].items():
+            self._add(self._replays, count, graph)
+        for kind in ("used", "computed"):
+            self._add(self._rows, stats["rows"][kind], kind)
+        for edge, count in stats["item_tokens"].items():
+            self._add(self._tokens, count, edge)
+
+    def _add(self, metric: Any, count: int, *labels: str) -> None:
+        key = (metric._name, *labels)
+        new = count - self._published[key]
+        if new > 0:
+            self._published[key] = count
+            metric.labels(self._model, *labels).inc(new)
+
+
+_metrics: dict[str, Any] = {}
+
+
+def _metric(kind: Any, name: str, text: str, labels: tuple[str, ...], **options: Any) -> Any:
+    """One metric of a process: the client refuses a second of the same name."""
+    if name not in _metrics:
+        _metrics[name] = kind(name, text, labels, **options)
+    return _metrics[name]
+
+
+class Reporter:
+    """Publishes what an executor did: at start-up, every so often while serving, at the end.
+
+    Args:
+        model: names it in metrics and lines.
+        seconds: between two lines; 0 for none.
+        file: JSON written with every line; None for none.
+    """
+
+    def __init__(self, model: str, seconds: float, file: Path | None) -> None:
+        self.model = model
+        self._seconds = seconds
+        self._file = file
+        self._prometheus = Prometheus(model)
+        self._next = monotonic() + seconds
+        self._reported = 0
+
+    def captured(self, stats: Mapping[str, Any]) -> None:
+        """The start-up summary."""
+        self._prometheus.captured(stats["graph_count"], stats["graph_bytes"])
+        log.info(
+            "graphhal: %s: %d encoder graphs (%s) in %.1f s and %.1f s of self-check, %.0f MiB",
+            self.model,
+            stats["graph_count"],
+            ", ".join(stats["modalities"]) or "no modality",
+            stats["capture_seconds"],
+            stats["self_check_seconds"],
+            stats["graph_bytes"] / 2**20,
+        )
+        dropped: Counter[str] = Counter(reason for _, reason in stats["dropped"])
+        for reason, count in dropped.items():
+            names = [name for name, why in stats["dropped"] if why == reason]
+            shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+            log.warning("graphhal: %s: %d graphs dropped (%s): %s", self.model, count, shown, reason)
+        self._write(stats)
+
+    def due(self) -> bool:
+        """Whether a line is due now."""
+        return self._seconds > 0 and monotonic() >= self._next
+
+    def served(self, stats: Mapping[str, Any], final: bool = False) -> None:
+        """Publish; with a line where one is due, or at the end where anything was served."""
+        self._prometheus.served(stats)
+        total = stats["graph_hits"] + stats["graph_misses"]
+        if not (self.due() or (final and total > self._reported)):
+            return
+        self._next = monotonic() + self._seconds
+        self._reported = total
+        log.info("graphhal: %s: %s", self.model, line(stats))
+        self._write(stats)
+
+    def _write(self, stats: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write_text(json.dumps(stats, indent=1) + "\n")
+        except OSError as error:
+            log.warning("graphhal: %s cannot be written: %s", self._file, error)
+            self._file = None
+
+
+def line(stats: Mapping[str, Any]) -> str:
+    """Hits, misses by reason, padding and tokens, on one line."""
+    parts = []
+    for modality in sorted({*stats["hits"], *stats["misses"]}):
+        misses = stats["misses"].get(modality, {})
+        hits = stats["hits"].get(modality, 0)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items())
+        parts.append(
+            f"{modality} {hits} hits, {sum(misses.values())} misses" + (f" ({reasons})" if reasons else "")
+        )
+    tokens = ", ".join(f"≤{edge}: {count}" for edge, count in stats["item_tokens"].items())
+    parts.append(f"padding {stats['padding_waste']:.1%}")
+    if tokens:
+        parts.append(f"item tokens {tokens}")
+    return "; ".join(parts)

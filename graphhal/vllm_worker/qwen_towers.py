@@ -1,0 +1,399 @@
+"""Adapters for vLLM's own Qwen towers: host integers in one packed copy, the rest in the graph.
+
+Sizes, boundaries and positions come from graphhal's adapters of the same encoders; what differs is
+the module that computes. Eager calls run the module's own eager code, so that the self-check
+compares a graph with what vLLM would have answered: a tower that changed loses its graphs, and
+never answers wrongly.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphhal.adapter import BufferSpec
+from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudio
+from graphhal.adapters.qwen3_omni_vision import (
+    BOUNDARIES,
+    CACHED_FRAME_SIZES,
+    CACHED_GROUPS,
+    PIXELS,
+    Qwen3OmniVision,
+)
+from graphhal.errors import AdapterError
+from graphhal.items import ItemSpec
+from graphhal.plan import Capacity, SequenceBound
+from graphhal.platform import Platform
+from graphhal.settings import Settings
+
+EAGER = "eager_request"
+"""The input that tells `forward` to run the tower's own eager code."""
+WINDOWS = "cu_window_seqlens"
+PACKED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_FA")
+"""Attention of vLLM that reads boundaries as row numbers."""
+
+Arrays = tuple[npt.NDArray[Any], ...]
+
+
+def backend_of(tower: torch.nn.Module) -> str:
+    """The name of the attention backend that vLLM chose for a tower."""
+    return str(getattr(getattr(tower, "attn_backend", None), "name", "unknown"))
+
+
+def check_backend(tower: torch.nn.Module, platform: Platform) -> None:
+    """Raise `AdapterError` where boundaries cannot reach the tower's attention."""
+    if backend_of(tower) not in PACKED_BACKENDS:
+        raise AdapterError(f"attention {backend_of(tower)} reads boundaries in another way")
+    if platform.info.boundary_order == "after":
+        raise AdapterError(
+            f"platform {platform.info.name} hands boundaries to the attention kernel itself; "
+            "vLLM's towers read them from a buffer"
+        )
+
+
+class VllmQwenVision(Qwen3OmniVision):
+    """vLLM's Qwen3-VL tower, and the Qwen3-Omni thinker's; images and videos, DeepStack levels.
+
+    Args:
+        tower: `Qwen3_VisionTransformer` or `Qwen3Omni_VisionTransformer`.
+        modalities: which ladders to offer.
+        takes_metadata: the tower takes `encoder_metadata`; else its blocks are called here.
+        name: of the adapter.
+    """
+
+    tower: Any
+
+    def __init__(
+        self,
+        tower: Any,
+        modalities: Sequence[str],
+        takes_metadata: bool,
+        name: str,
+    ) -> None:
+        self.tower = tower
+        self.name = name
+        self.modalities = tuple(modalities)
+        self.takes_metadata = takes_metadata
+        self.merge = int(tower.spatial_merge_size)
+        self.merge_area = self.merge**2
+        self.table_side = self._table_side()
+        projection = tower.patch_embed.proj.weight
+        self.patch_width = prod(projection.shape[1:])
+        self.device, self.dtype = projection.device, projection.dtype
+        self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
+        self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
+        self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
+
+    def _table_side(self) -> int:
+        return int(self.tower.num_grid_per_side)
+
+    def prepare(self, platform: Platform) -> None:
+        """Nothing to take: the tower brings vLLM's attention, which must read row numbers."""
+        check_backend(self.tower, platform)
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """The tower."""
+        return (self.tower,)
+
+    def refusal(self, items: Sequence[ItemSpec]) -> str | None:
+        """Pictures with more places on a side than the rotary table has rows."""
+        known = len(self.tower.rotary_pos_emb.cos_sin_cache)
+        for item in items:
+            _, h, w = item.signature  # type: ignore[misc]
+            if max(h, w) > known:
+                return f"{h} x {w} patches are more than the rotary table's {known}"
+        return None
+
+    def _axis_taps(self, size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """As vLLM has it: the outer places of both grids lie on each other."""
+        last = np.float32(self.table_side - 1)
+        scale = last / np.float32(size - 1) if size > 1 else np.float32(0)
+        source = np.arange(size, dtype=np.float32) * scale
+        floor = np.minimum(np.floor(source), last)
+        taps = floor.astype(np.int32)[:, None] + np.arange(2, dtype=np.int32)
+        distance = source - floor
+        weights = np.stack((np.float32(1) - distance, distance), axis=1)
+        return taps.clip(0, self.table_side - 1), weights.astype(np.float32)
+
+    def eager_inputs(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
+    ) -> dict[str, torch.Tensor]:
+        """The caller's pixels, and a mark for `forward` to run the tower's own eager code."""
+        self._request = (mm_kwargs, tuple(items))
+        return super().eager_inputs(mm_kwargs, items) | {EAGER: torch.zeros(1)}
+
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
+    ) -> Sequence[torch.Tensor]:
+        """Merged features and DeepStack levels side by side: one (tokens, width) tensor."""
+        if EAGER in inputs:
+            return (self._eager_forward(inputs[PIXELS]),)
+        bound = torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32)
+        cos, sin = self._rotary(inputs["position_ids"])
+        positions = self._positions(inputs["interp_indices"], inputs["interp_weights"])
+        if self.takes_metadata:
+            metadata = {
+                "pos_embeds": positions,
+                "rotary_pos_emb_cos": cos,
+                "rotary_pos_emb_sin": sin,
+                "cu_seqlens": inputs[BOUNDARIES],
+                "max_seqlen": bound,
+                "sequence_lengths": None,
+            }
+            return (self.tower(inputs[PIXELS], None, encoder_metadata=metadata),)
+        return self._through_blocks(inputs, positions, cos, sin, bound)
+
+    def _eager_forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        if self._request is None:
+            raise AdapterError(f"{self.name}: an eager forward needs a request")
+        (_, items), self._request = self._request, None
+        grid = [[item.frames, *item.signature[1:]] for item in items]  # type: ignore[index]
+        output: torch.Tensor = self.tower(
+            pixels, grid if self.takes_metadata else torch.tensor(grid)
+        )
+        return output
+
+    def _rotary(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, 2 halves) each, gathered from the tower's table by row and column."""
+        table = self.tower.rotary_pos_emb.cos_sin_cache
+        picked = table.index_select(0, position_ids.reshape(-1))
+        cos, sin = picked.chunk(2, dim=-1)
+        rows = len(position_ids)
+        return cos.reshape(rows, -1), sin.reshape(rows, -1)
+
+    def _positions(self, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """(rows, hidden): four rows of the position table, weighted, one after another."""
+        if not getattr(self.tower, "apply_vit_abs_pos_embed", True):
+            return None
+        table = self.tower.pos_embed.weight
+        weights = weights.to(self.dtype)
+        total = table.index_select(0, indices[:, 0]) * weights[:, :1]
+        for tap in range(1, indices.shape[1]):
+            total = total + table.index_select(0, indices[:, tap]) * weights[:, tap : tap + 1]
+        return total
+
+    def _through_blocks(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        positions: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        bound: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        tower = self.tower
+        hidden = tower.patch_embed(inputs[PIXELS])
+        if positions is not None:
+            hidden = hidden + positions
+        hidden = hidden.unsqueeze(1)
+        levels = []
+        wanted = tower.deepstack_visual_indexes or []
+        for number, block in enumerate(tower.blocks):
+            hidden = block(
+                hidden,
+                cu_seqlens=inputs[BOUNDARIES],
+                rotary_pos_emb_cos=cos,
+                rotary_pos_emb_sin=sin,
+                max_seqlen=bound,
+                sequence_lengths=None,
+            )
+            if number in wanted:
+                levels.append(tower.merger_list[len(levels)](hidden))
+        return (tower.merger(hidden), *levels)
+
+
+class VllmQwen25Vision(VllmQwenVision):
+    """vLLM's Qwen2.5-VL tower: windowed layers have boundaries and a bound of their own."""
+
+    def __init__(self, tower: Any, modalities: Sequence[str], name: str) -> None:
+        super().__init__(tower, modalities, takes_metadata=True, name=name)
+        self.side = tower.window_size // self.merge // tower.patch_size
+        self.window_rows = self.side**2 * self.merge_area
+        norm_dtype = getattr(getattr(tower, "input_norm", None), "input_dtype", None)
+        if norm_dtype is not None:
+            raise AdapterError(f"{name}: pixels are {norm_dtype} and normalised inside the tower")
+
+    def _table_side(self) -> int:
+        return 0
+
+    def _spec(self, index: int, modality: str, t: int, h: int, w: int, offset: int) -> ItemSpec:
+        spec = super()._spec(index, modality, t, h, w, offset)
+        windows = tuple(map(int, self._frame_metadata(h, w)[2])) * t
+        return replace(spec, sequences={**spec.sequences, WINDOWS: windows})
+
+    def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
+        """As for Qwen3-VL, with room for the windows, and for the padding in windows."""
+        return tuple(map(self._with_windows, super().capacities(settings)))
+
+    def _with_windows(self, capacity: Capacity) -> Capacity:
+        pieces = capacity.sequences[BOUNDARIES].slots
+        # A strip one token wide makes the most windows; each picture or frame can cut one more.
+        strip = -(-capacity.tokens // self.side)
+        slots = min(capacity.tokens, pieces + strip) + -(-capacity.rows // self.window_rows)
+        bound = SequenceBound(capacity.rows, slots, self.window_rows)
+        return replace(capacity, sequences={**capacity.sequences, WINDOWS: bound})
+
+    def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
+        """Patches in the tower's dtype; positions, windows and boundaries packed."""
+        rows, tokens = capacity.rows, capacity.tokens
+        return {
+            PIXELS: BufferSpec((rows, self.patch_width), self.dtype),
+            "position_ids": BufferSpec((rows, 2), torch.int32, packed=True),
+            "window_index": BufferSpec((tokens,), torch.int64, packed=True),
+            "reverse_index": BufferSpec((tokens,), torch.int64, packed=True),
+        } | {
+            name: BufferSpec((bound.slots + 1,), torch.int32, packed=True)
+            for name, bound in capacity.sequences.items()
+        }
+
+    def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
+        """`position_ids` (rows, 2) in the order of windows; `window_index` and its inverse."""
+        positions, order, first = [], [], 0
+        for item in items:
+            _, h, w = item.signature  # type: ignore[misc]
+            places, index, _ = self._frame_metadata(h, w)
+            for _ in range(item.frames):
+                positions.append(places)
+                order.append(index + first)
+                first += len(index)
+        window_index = np.concatenate(order)
+        reverse = np.empty_like(window_index)
+        reverse[window_index] = np.arange(len(window_index))
+        return {
+            "position_ids": np.concatenate(positions),
+            "window_index": window_index,
+            "reverse_index": reverse,
+        }
+
+    def _compute_frame_metadata(self, h: int, w: int) -> Arrays:
+        """Of one frame: places of its patches, its tokens in window order, rows of each window."""
+        tall, wide = h // self.merge, w // self.merge
+        token = np.arange(tall * wide).reshape(tall, wide)
+        windows = [
+            token[top : top + self.side, left : left + self.side].ravel()
+            for top in range(0, tall, self.side)
+            for left in range(0, wide, self.side)
+        ]
+        order = np.concatenate(windows)
+        rows, columns = np.divmod(order, wide)
+        inner = np.arange(self.merge)
+        shape = (len(order), self.merge, self.merge)
+        place_rows = np.broadcast_to((rows[:, None] * self.merge + inner)[:, :, None], shape)
+        place_columns = np.broadcast_to((columns[:, None] * self.merge + inner)[:, None, :], shape)
+        places = np.stack((place_rows.ravel(), place_columns.ravel()), axis=1).astype(np.int32)
+        lengths = np.array([len(window) * self.merge_area for window in windows])
+        return places, order.astype(np.int64), lengths
+
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
+    ) -> Sequence[torch.Tensor]:
+        """Merged features (tokens, width)."""
+        if EAGER in inputs:
+            return (self._eager_forward(inputs[PIXELS]),)
+        cos, sin = self._rotary(inputs["position_ids"])
+        metadata = {
+            "rotary_pos_emb_cos": cos,
+            "rotary_pos_emb_sin": sin,
+            "window_index": inputs["window_index"],
+            "reverse_indices": inputs["reverse_index"],
+            "cu_seqlens": inputs[BOUNDARIES],
+            "cu_window_seqlens": inputs[WINDOWS],
+            "max_seqlen_full": torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32),
+            "max_seqlen_window": torch.tensor(max_seqlen[WINDOWS], dtype=torch.int32),
+        }
+        return (self.tower(inputs[PIXELS], None, encoder_metadata=metadata),)
+
+
+class VllmQwenAudio(Qwen3OmniAudio):
+    """vLLM's Qwen3-Omni audio tower: one full-width graph for each chunk count.
+
+    Args:
+        tower: `Qwen3OmniMoeAudioEncoder` of vLLM or vLLM-Omni.
+    """
+
+    name = "vllm_qwen3_omni_audio"
+
+    def __init__(self, tower: Any) -> None:
+        self.tower = tower
+        self.width = 2 * int(tower.n_window)
+        self.mel = int(tower.num_mel_bins)
+        self.window_tokens = _after_convolutions(self.width)
+        self.attention_tokens = self.window_tokens * (int(tower.n_window_infer) // self.width)
+        if self.attention_tokens < 1:
+            raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
+        weight = tower.conv2d1.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
+        self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
+
+    def prepare(self, platform: Platform) -> None:
+        """Nothing to take: the tower brings vLLM's attention, which must read row numbers."""
+        check_backend(self.tower, platform)
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """The tower."""
+        return (self.tower,)
+
+    def eager_inputs(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
+    ) -> dict[str, torch.Tensor]:
+        """A mark for `forward` to run the tower's own eager code on these clips."""
+        features, _ = self._features(mm_kwargs)
+        lengths = [item.signature[0] for item in items]  # type: ignore[index]
+        parts = [
+            features[:, item.row_offset : item.row_offset + length]
+            for item, length in zip(items, lengths, strict=True)
+        ]
+        self._request = (mm_kwargs, tuple(items))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return {EAGER: joined.to(self.device, self.dtype)}
+
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
+    ) -> torch.Tensor:
+        """Features (tokens, output_dim)."""
+        if EAGER in inputs:
+            return self._eager_forward(inputs[EAGER])
+        tower = self.tower
+        embedded = inputs["padded_feature"].unsqueeze(1)
+        parts = embedded.split(tower.conv_chunksize)
+        convolved = [self._convolved(part) for part in parts]
+        embedded = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
+        count, channels, bands, places = embedded.shape
+        hidden = tower.conv_out(
+            embedded.permute(0, 3, 1, 2).reshape(count, places, channels * bands)
+        )
+        table = tower.positional_embedding.positional_embedding[:places].to(hidden.dtype)
+        hidden = (hidden + table).reshape(count * places, -1)
+        hidden = hidden.index_select(0, inputs["valid_indices"])
+        bound = torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32)
+        for layer in tower.layers:
+            hidden = layer(hidden, inputs[BOUNDARIES], bound)
+        output: torch.Tensor = tower.proj2(tower.act(tower.proj1(tower.ln_post(hidden))))
+        return output
+
+    def _convolved(self, part: torch.Tensor) -> torch.Tensor:
+        for convolution in (self.tower.conv2d1, self.tower.conv2d2, self.tower.conv2d3):
+            part = torch.nn.functional.gelu(convolution(part))
+        return part
+
+    def _eager_forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self._request is None:
+            raise AdapterError(f"{self.name}: an eager forward needs a request")
+        (_, items), self._request = self._request, None
+        lengths = torch.tensor([i.signature[0] for i in items], device=self.device)  # type: ignore[index]
+        tokens = torch.tensor([item.tokens for item in items], device=self.device)
+        output: torch.Tensor = self.tower(features, feature_lens=lengths, aftercnn_lens=tokens)
+        return output
+
+
+def _after_convolutions(frames: int) -> int:
+    for _ in range(3):
+        frames = (frames + 1) // 2
+    return frames
+
+

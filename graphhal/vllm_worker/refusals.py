@@ -1,0 +1,72 @@
+"""What must never be replayed inside vLLM, whatever was captured: found once, at start-up."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+KNOWN_MODALITIES = ("audio", "image", "video", "vision_chunk")
+"""What vLLM's runners call the modality of a group."""
+
+
+def engine_refusal(vllm_config: Any, model: Any, is_first_stage: bool) -> str | None:
+    """Why no encoder graph may be captured in this worker, or None.
+
+    Args:
+        vllm_config: the engine's configuration.
+        model: the model, unwrapped.
+        is_first_stage: whether this is the pipeline's first rank, the only one that encodes.
+    """
+    compilation, model_config = vllm_config.compilation_config, vllm_config.model_config
+    mode = getattr(compilation, "cudagraph_mode", None)
+    if getattr(mode, "name", mode) == "NONE":
+        return "cudagraph_mode is NONE"
+    if getattr(model_config, "enforce_eager", False):
+        return "enforce_eager is on"
+    if not is_first_stage:
+        return "only the first pipeline rank encodes"
+    lora = getattr(vllm_config, "lora_config", None)
+    if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
+        return "LoRA is enabled for towers and connectors: their weights change by request"
+    multimodal = getattr(model_config, "multimodal_config", None)
+    if getattr(model, "is_multimodal_pruning_enabled", False) is True:
+        return "multimodal pruning is enabled: token counts depend on the data"
+    if _has_dynamic_scales(model):
+        return (
+            "encoder attention in fp8 has dynamic scales, which change on the host; "
+            "set mm_encoder_fp8_scale_path"
+        )
+    if multimodal is None:
+        return "the model has no multimodal configuration"
+    return None
+
+
+def _has_dynamic_scales(model: Any) -> bool:
+    if not isinstance(model, torch.nn.Module):
+        return False
+    return any(getattr(module, "_fp8_dynamic_scale", False) is True for module in model.modules())
+
+
+def enabled_modalities(names: tuple[str, ...], vllm_config: Any) -> tuple[str, ...]:
+    """The modalities that requests can carry: those that the engine does not limit to 0."""
+    multimodal = vllm_config.model_config.multimodal_config
+    return tuple(name for name in names if multimodal.get_limit_per_prompt(name) != 0)
+
+
+def misnamed(names: tuple[str, ...]) -> str | None:
+    """A modality that no runner of vLLM asks for: every group of it would run eagerly in silence."""
+    for name in names:
+        if name not in KNOWN_MODALITIES:
+            return (
+                f"the modality is called {name!r}, but vLLM asks for one of "
+                f"{', '.join(KNOWN_MODALITIES)}: no group would ever be replayed"
+            )
+    return None
+
+
+def request_refusal(mm_kwargs: Mapping[str, Any]) -> str | None:
+    """Why this group must run eagerly whatever its sizes, or None."""
+    for key, value in mm_kwargs.items():
+        if value is not None and key.endswith(("_embeds", "_embedding")):
+            return "pre-computed embeddings"
+    return None

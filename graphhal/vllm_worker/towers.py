@@ -1,0 +1,268 @@
+"""Which encoders a vLLM model has, and the adapter of each.
+
+A model with vLLM's protocol gets graphhal's own adapter where its tower is one that has been read,
+else the generic one. Models without the protocol are served on opt-in (`vllm_models`) only.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphhal.adapter import EncoderAdapter
+from graphhal.errors import AdapterError, SettingsError
+from graphhal.settings import Settings
+from graphhal.vllm_worker import compatibility, touched
+from graphhal.vllm_worker.limits import Limits, limits_of
+from graphhal.vllm_worker.protocol import Dialect
+from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
+from graphhal.vllm_worker.refusals import enabled_modalities, misnamed
+
+log = logging.getLogger(__name__)
+
+_VLLM = "vllm.model_executor.models"
+_OMNI = "vllm_omni.model_executor.models"
+OPT_IN: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "qwen3_omni": (
+        (f"{_VLLM}.qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        (f"{_OMNI}.qwen3_omni.qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        (f"{_OMNI}.qwen3_omni.qwen3_omni", "Qwen3OmniMoeForConditionalGeneration"),
+    ),
+    "covo_audio": (
+        (f"{_OMNI}.covo_audio.covo_audio", "CovoAudioForConditionalGeneration"),
+        (f"{_OMNI}.covo_audio.covo_audio_llm", "CovoAudioLLMForConditionalGeneration"),
+    ),
+}
+"""Classes of models that have no protocol, by the name that opts in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """One encoder of a model: its adapters, by path.
+
+    Attributes:
+        name: for logs.
+        modalities: that it serves.
+        adapters: one for each path; several only for models whose items take several paths.
+        combine: makes the items' outputs from the paths' ones, with (paths, tokens, kwargs); None
+            where an item's output is what its only path made.
+    """
+
+    name: str
+    modalities: tuple[str, ...]
+    adapters: Mapping[str, EncoderAdapter]
+    combine: (
+        Callable[[Mapping[str, torch.Tensor], Sequence[int], Mapping[str, Any]], list[torch.Tensor]]
+        | None
+    ) = None
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    """graphhal's options of an engine: `additional_config["graphhal"]`, then the environment.
+
+    Raises:
+        SettingsError: an option is unknown or invalid, or `vllm_models` names an unknown model.
+    """
+    additional = getattr(vllm_config, "additional_config", None)
+    own = additional.get("graphhal", {}) if isinstance(additional, Mapping) else {}
+    settings = Settings.from_mapping(own)
+    for name in settings.vllm_models:
+        if name not in OPT_IN:
+            raise SettingsError(
+                f"option 'vllm_models': {name!r} is not known; known: {', '.join(OPT_IN)}"
+            )
+    return settings
+
+
+def admit(vllm_config: Any) -> None:
+    """Let vLLM see the protocol in the opted-in classes that are imported by now. Idempotent."""
+    for name in settings_of(vllm_config).vllm_models:
+        for module_name, class_name in OPT_IN[name]:
+            module = sys.modules.get(module_name)
+            model_class = getattr(module, class_name, None)
+            if model_class is not None:
+                _declare(model_class)
+
+
+def _declare(model_class: type) -> None:
+    from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
+
+    if SupportsEncoderCudaGraph not in getattr(model_class, "__mro__", ()):
+        SupportsEncoderCudaGraph.register(model_class)
+        log.info("graphhal: %s gains encoder graphs (vllm_models)", model_class.__qualname__)
+
+
+def encoders_of(
+    model: Any, vllm_config: Any, settings: Settings, device: torch.device, dtype: torch.dtype
+) -> list[Encoder]:
+    """The encoders of a model that can have graphs.
+
+    Args:
+        model: unwrapped.
+        vllm_config: the engine's configuration.
+        settings: already merged with vLLM's options.
+        device: of the graphs.
+        dtype: of the protocol's floating-point buffers.
+    """
+    opted = _opted_in(model)
+    if opted is not None:
+        if opted not in settings.vllm_models:
+            return []
+        return _opt_in_encoders(opted, model, vllm_config, settings)
+    config = model.get_encoder_cudagraph_config()
+    wrong = misnamed(tuple(config.modalities))
+    if wrong is not None:
+        log.warning("graphhal: %s: %s", type(model).__name__, wrong)
+    modalities = enabled_modalities(tuple(config.modalities), vllm_config)
+    if not modalities:
+        return []
+    limits = limits_of(settings, vllm_config, model)
+    if settings.vllm_adapter == "own":
+        own = _own_vision(model, modalities)
+        if own is not None:
+            return [Encoder(own.name, modalities, {"default": own})]
+    return [_protocol_encoder(model, modalities, limits, device, dtype)]
+
+
+def _protocol_encoder(
+    model: Any,
+    modalities: tuple[str, ...],
+    limits: Limits,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Encoder:
+    dialect = Dialect()
+    paths = dialect.paths(model.get_encoder_cudagraph_config())
+    adapters = {
+        path: ProtocolAdapter(model, dialect, path, rule, limits, device, dtype)
+        for path, rule in paths.items()
+    }
+
+    def combine(
+        outputs: Mapping[str, torch.Tensor], tokens: Sequence[int], mm_kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        return dialect.postprocess(model, outputs, tokens, mm_kwargs)
+
+    plain = len(paths) == 1 and dialect.scatters_only(model)
+    return Encoder(type(model).__name__, modalities, adapters, None if plain else combine)
+
+
+def _own_vision(model: Any, modalities: tuple[str, ...]) -> EncoderAdapter | None:
+    """graphhal's own adapter of a model's tower, where model and tower are ones that were read."""
+    candidates: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3_VisionTransformer", touched.QWEN3_VL),
+        (
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen2_5_VisionTransformer",
+            touched.QWEN2_5_VL,
+        ),
+    )
+    tower = getattr(model, "visual", None)
+    for module_name, model_name, tower_name, names in candidates:
+        module = sys.modules.get(f"{_VLLM}.{module_name}")
+        if module is None or type(tower) is not getattr(module, tower_name, None):
+            continue
+        reference = getattr(module, model_name)
+        if not _same_encoding(type(model), reference):
+            continue
+        drift = compatibility.drifts(names)
+        if drift:
+            log.warning("graphhal: the protocol is used instead of %s: %s", tower_name, drift[0])
+            return None
+        return _wrap_vision(tower, modalities, module_name)
+    return None
+
+
+def _same_encoding(model_class: type, reference: type) -> bool:
+    """Whether a model encodes as the reference does: subclasses may have overridden a step."""
+    steps = (
+        "encoder_eager_forward",
+        "encoder_cudagraph_forward",
+        "postprocess_encoder_output",
+        "_process_image_input",
+        "_process_video_input",
+    )
+    return all(getattr(model_class, s, None) is getattr(reference, s, None) for s in steps)
+
+
+def _wrap_vision(
+    tower: torch.nn.Module, modalities: tuple[str, ...], name: str
+) -> EncoderAdapter | None:
+    try:
+        from graphhal.vllm_worker.qwen_towers import (
+            PACKED_BACKENDS,
+            VllmQwen25Vision,
+            VllmQwenVision,
+            backend_of,
+        )
+    except ImportError as error:
+        log.warning("graphhal: the protocol is used: %s", error)
+        return None
+    if backend_of(tower) not in PACKED_BACKENDS:
+        log.info("graphhal: the protocol is used: attention is %s", backend_of(tower))
+        return None
+    try:
+        if name == "qwen2_5_vl":
+            return VllmQwen25Vision(tower, modalities, f"vllm_{name}_vision")
+        return VllmQwenVision(tower, modalities, name == "qwen3_vl", f"vllm_{name}_vision")
+    except AdapterError as error:
+        log.info("graphhal: the protocol is used: %s", error)
+        return None
+
+
+def _opted_in(model: Any) -> str | None:
+    """The opt-in name of a model without the protocol; None for models with it."""
+    if hasattr(model, "encoder_cudagraph_forward"):
+        return None
+    for name, classes in OPT_IN.items():
+        for module_name, class_name in classes:
+            known = getattr(sys.modules.get(module_name), class_name, None)
+            if known is not None and isinstance(model, known):
+                return name
+    return None
+
+
+def _opt_in_encoders(
+    name: str, model: Any, vllm_config: Any, settings: Settings
+) -> list[Encoder]:
+    if name == "covo_audio":
+        return _covo_encoders(model, vllm_config)
+    inner = model
+    while inner is not None and not hasattr(inner, "audio_tower"):
+        inner = getattr(inner, "thinker", None)
+    if inner is None:
+        return []  # another stage of the pipeline: it encodes nothing
+    drift = compatibility.drifts(touched.QWEN3_OMNI)
+    if drift:
+        log.warning("graphhal: %s runs eagerly: %s", type(model).__name__, drift[0])
+        return []
+    encoders = []
+    vision = enabled_modalities(("image", "video"), vllm_config)
+    tower = getattr(inner, "visual", None)
+    if vision and hasattr(tower, "patch_embed"):
+        adapter = _wrap_vision(tower, vision, "qwen3_omni")
+        if adapter is not None:
+            encoders.append(Encoder(adapter.name, vision, {"default": adapter}))
+    audio = enabled_modalities(("audio",), vllm_config)
+    if audio and hasattr(inner.audio_tower, "conv2d1"):
+        from graphhal.vllm_worker.qwen_towers import VllmQwenAudio
+
+        clips = VllmQwenAudio(inner.audio_tower)
+        encoders.append(Encoder(clips.name, audio, {"default": clips}))
+    return encoders
+
+
+def _covo_encoders(model: Any, vllm_config: Any) -> list[Encoder]:
+    from graphhal.vllm_worker.covo_tower import VllmCovoAudio
+
+    inner = getattr(model, "fused_thinker_talker", model)
+    if inner is None or not hasattr(inner, "audio_adapter"):
+        return []
+    if not enabled_modalities(("audio",), vllm_config):
+        return []
+    adapter = VllmCovoAudio(inner.encoder, inner.audio_adapter)
+    return [Encoder(adapter.name, ("audio",), {"default": adapter})]

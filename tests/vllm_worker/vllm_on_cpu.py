@@ -1,0 +1,281 @@
+"""Real vLLM on a machine without a GPU: small towers of its own classes, runners, a peer manager."""
+
+import contextlib
+import tempfile
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def engine_context(**compilation: Any) -> Iterator[Any]:
+    """One-rank vLLM with a configuration that serves a multimodal model."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.distributed import parallel_state
+    from vllm.forward_context import set_forward_context
+
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    config.model_config = types.SimpleNamespace(
+        multimodal_config=MultiModalConfig(limit_per_prompt={"image": 8, "video": 2, "audio": 8}),
+        dtype=torch.float32,
+        max_model_len=4096,
+        is_multimodal_model=True,
+        enforce_eager=False,
+        hf_config=None,
+        is_moe=False,
+    )
+    config.compilation_config.cudagraph_mm_encoder = True
+    from vllm.config.compilation import CUDAGraphMode
+
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    for name, value in compilation.items():
+        setattr(config.compilation_config, name, value)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        set_current_vllm_config(config),
+        set_forward_context(None, config),
+        torch.inference_mode(),
+    ):
+        parallel_state.init_distributed_environment(
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            backend="gloo",
+            distributed_init_method=f"file://{folder}/rendezvous",
+        )
+        parallel_state.initialize_model_parallel(1, 1)
+        try:
+            yield config
+        finally:
+            parallel_state.cleanup_dist_env_and_memory()
+
+
+def filled(module: Any, seed: int = 0) -> Any:
+    """Seeded weights, as after vLLM's loader."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.copy_(values.to(parameter.dtype))
+    for part in module.modules():
+        if hasattr(part, "quant_method"):
+            part.quant_method.process_weights_after_loading(part)
+    return module.eval()
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+}
+
+
+def qwen3_vl(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """vLLM's Qwen3-VL model around a small tower; the text model is left out."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from vllm.model_executor.models.qwen3_vl import (
+        Qwen3_VisionTransformer,
+        Qwen3VLForConditionalGeneration,
+    )
+
+    vision = Qwen3VLVisionConfig(
+        depth=3, num_position_embeddings=64, deepstack_visual_indexes=[0, 1], **VISION
+    )
+    with default_dtype(dtype):
+        return _light(Qwen3VLForConditionalGeneration, filled(Qwen3_VisionTransformer(vision)), config)
+
+
+def qwen2_5_vl(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """vLLM's Qwen2.5-VL model around a small tower with windows of 2 x 2 tokens."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from vllm.model_executor.models.qwen2_5_vl import (
+        Qwen2_5_VisionTransformer,
+        Qwen2_5_VLForConditionalGeneration,
+    )
+
+    vision = Qwen2_5_VLVisionConfig(depth=3, window_size=16, fullatt_block_indexes=[1], **VISION)
+    with default_dtype(dtype):
+        return _light(
+            Qwen2_5_VLForConditionalGeneration, filled(Qwen2_5_VisionTransformer(vision)), config
+        )
+
+
+def qwen3_omni(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """vLLM's Qwen3-Omni thinker around small vision and audio towers."""
+    from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs
+    from vllm.model_executor.models import qwen3_omni_moe_thinker as thinker
+
+    vision = configs.Qwen3OmniMoeVisionEncoderConfig(
+        depth=3, num_position_embeddings=64, deepstack_visual_indexes=[0, 1], **VISION
+    )
+    vision.image_size = 32
+    vision.apply_vit_abs_pos_embed = True
+    audio = configs.Qwen3OmniMoeAudioEncoderConfig(
+        encoder_layers=2,
+        d_model=64,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        num_mel_bins=32,
+        output_dim=48,
+        downsample_hidden_size=16,
+        n_window=50,
+        n_window_infer=400,
+    )
+    with default_dtype(dtype):
+        visual = filled(thinker.Qwen3Omni_VisionTransformer(vision))
+        audio_tower = filled(thinker.Qwen3OmniMoeAudioEncoder(audio), seed=1)
+        model = _light(thinker.Qwen3OmniMoeThinkerForConditionalGeneration, visual, config)
+    model.audio_tower = audio_tower
+    model.vllm_config = config
+    return model
+
+
+def _light(model_class: type, visual: Any, config: Any) -> Any:
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    model.visual = visual
+    model.is_multimodal_pruning_enabled = False
+    model.use_data_parallel = False
+    model.model_config = config.model_config
+    model.multimodal_config = config.model_config.multimodal_config
+    model.get_max_frames_per_video = lambda: 8
+    return model
+
+
+def patches_width(model: Any) -> int:
+    weight = model.visual.patch_embed.proj.weight
+    return int(weight[0].numel())
+
+
+def image_group(model: Any, grids: list[list[int]], seed: int = 1) -> dict[str, Any]:
+    """The batched kwargs of an image group."""
+    rows = sum(t * h * w for t, h, w in grids)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(rows, patches_width(model), generator=generator),
+        "image_grid_thw": torch.tensor(grids),
+    }
+
+
+def video_group(model: Any, grids: list[list[int]], seed: int = 1) -> dict[str, Any]:
+    group = image_group(model, grids, seed)
+    return {
+        "pixel_values_videos": group["pixel_values"],
+        "video_grid_thw": group["image_grid_thw"],
+    }
+
+
+def audio_group(model: Any, lengths: list[int], seed: int = 2) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    mel = model.audio_tower.num_mel_bins
+    return {
+        "input_audio_features": torch.randn(mel, sum(lengths), generator=generator),
+        "audio_feature_lengths": torch.tensor(lengths),
+    }
+
+
+def as_items(modality: str, group: dict[str, Any]) -> list[Any]:
+    """The items of a group, as vLLM's processors hand them to a runner."""
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    if modality == "audio":
+        lengths = group["audio_feature_lengths"]
+        fields = {
+            "input_audio_features": MultiModalFieldConfig.flat_from_sizes("audio", lengths, dim=1),
+            "audio_feature_lengths": MultiModalFieldConfig.batched("audio", keep_on_cpu=True),
+        }
+    else:
+        pixels, grid = (
+            ("pixel_values", "image_grid_thw")
+            if modality == "image"
+            else ("pixel_values_videos", "video_grid_thw")
+        )
+        fields = {
+            pixels: MultiModalFieldConfig.flat_from_sizes(modality, group[grid].prod(-1)),
+            grid: MultiModalFieldConfig.batched(modality, keep_on_cpu=True),
+        }
+    return list(MultiModalKwargsItems.from_hf_inputs(group, fields)[modality])
+
+
+def run_v1(
+    model: Any, config: Any, manager: Any, groups: list[tuple[str, dict[str, Any]]]
+) -> list[torch.Tensor]:
+    """`GPUModelRunner._execute_mm_encoder` on a runner that was not constructed."""
+    from vllm.multimodal.inputs import PlaceholderRange
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    items = [(modality, item) for modality, group in groups for item in as_items(modality, group)]
+    features = [
+        types.SimpleNamespace(
+            identifier=f"{modality}{number}",
+            modality=modality,
+            data=item,
+            mm_position=PlaceholderRange(offset=0, length=1),
+        )
+        for number, (modality, item) in enumerate(items)
+    ]
+    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner.__dict__.update(
+        requests={"r0": types.SimpleNamespace(mm_features=features)},
+        model=model,
+        device=torch.device("cpu"),
+        lora_config=None,
+        observability_config=None,
+        is_multimodal_pruning_enabled=False,
+        requires_sequential_video_encoding=False,
+        encoder_cudagraph_manager=manager,
+        encoder_cache={},
+        vllm_config=config,
+    )
+    scheduled = types.SimpleNamespace(
+        scheduled_encoder_inputs={"r0": list(range(len(features)))},
+        ec_manager_metadata=None,
+        ec_connector_metadata=None,
+        free_encoder_mm_hashes=[],
+    )
+    outputs: list[torch.Tensor] = GPUModelRunner._execute_mm_encoder(runner, scheduled)
+    return outputs
+
+
+def run_v2(model: Any, manager: Any, groups: list[tuple[str, dict[str, Any]]]) -> list[torch.Tensor]:
+    """`execute_mm_encoder` of a constructed V2 `EncoderRunner`."""
+    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+    from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+
+    items = [(modality, item) for modality, group in groups for item in as_items(modality, group)]
+    runner = EncoderRunner(
+        model, 32, 144, EncoderCache(), torch.float32, torch.device("cpu"), cudagraph_manager=manager
+    )
+    outputs: list[torch.Tensor] = runner.execute_mm_encoder(items)
+    return outputs
+
+
+def make_manager(config: Any, model: Any) -> Any:
+    """As V1's `GPUModelRunner` makes its manager."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner.__dict__.update(
+        compilation_config=config.compilation_config,
+        supports_mm_inputs=True,
+        vllm_config=config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        model=model,
+    )
+    return GPUModelRunner._create_encoder_cudagraph_manager(runner)
