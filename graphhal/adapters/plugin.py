@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @hookimpl
 def graphhal_adapters() -> Sequence[AdapterFactory]:
     """Every family of `graphhal.adapters`; PyTorch is imported only now."""
+    from graphhal.adapters.covo_audio import CovoAudioFactory
     from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudioFactory
     from graphhal.adapters.qwen3_omni_vision import Qwen3OmniVisionFactory
 
-    return (Qwen3OmniVisionFactory(), Qwen3OmniAudioFactory())
+    return (Qwen3OmniVisionFactory(), Qwen3OmniAudioFactory(), CovoAudioFactory())
