@@ -115,7 +115,9 @@ class FakeTorch:
         return torch.full((1,), value, dtype=dtype)
 
     def allocate(self, what: str) -> None:
-        self.log.append(f"{what} pool={self.routed() is not None} stream={self.current().stream_id}")
+        self.log.append(
+            f"{what} pool={self.routed() is not None} stream={self.current().stream_id}"
+        )
 
     def routed(self) -> tuple[int, int] | None:
         for pool, thread in self.routing:
@@ -281,7 +283,9 @@ class FakeGraph:
         if running.invalid and running is self:
             if fake.cleans_up:
                 self._clean()
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
         self._clean()
 
     def replay(self) -> None:

@@ -1,5 +1,6 @@
 """Hazards of streams, pools and captures, on a fake device that keeps CUDA's rules."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -61,11 +62,10 @@ def captured(fake, **options) -> CapturedGraph:
 
 
 def replay_on(fake, graph, stream, name="replay") -> None:
-    with fake.stream_context(stream):
-        with plugin.graphhal_step("replay", graph, {}, {}):
-            fake.work(f"stage {name}")
-            plugin.graphhal_replay(graph)
-            fake.work(f"copy out {name}")
+    with fake.stream_context(stream), plugin.graphhal_step("replay", graph, {}, {}):
+        fake.work(f"stage {name}")
+        plugin.graphhal_replay(graph)
+        fake.work(f"copy out {name}")
 
 
 # --- capture
@@ -195,10 +195,8 @@ def test_a_failed_capture_leaves_everything_usable(fake, message, kind):
 @BOTH
 def test_a_swallowed_host_read_still_fails_the_capture(fake):
     def forward() -> None:
-        try:
+        with contextlib.suppress(RuntimeError):
             fake.host_read()
-        except RuntimeError:
-            pass
 
     with pytest.raises(UnsupportedOperationError, match="the code went on"):
         captured(fake, forward=forward)
@@ -318,9 +316,8 @@ def test_no_replay_inside_an_outer_capture(fake):
 
 def test_an_error_inside_a_step_releases_the_pool(fake):
     graph = captured(fake)
-    with pytest.raises(ValueError, match="bad item"):
-        with plugin.graphhal_step("replay", graph, {}, {}):
-            raise ValueError("bad item")
+    with pytest.raises(ValueError, match="bad item"), plugin.graphhal_step("replay", graph, {}, {}):
+        raise ValueError("bad item")
     done: list[bool] = []
     other = threading.Thread(
         target=lambda: (replay_on(fake, graph, fake.Stream()), done.append(True))
@@ -395,9 +392,8 @@ def test_eager_output_waits_for_the_last_use_of_its_memory(fake):
 def test_a_failed_eager_call_restores_stream_and_allocator(fake):
     graph = captured(fake)
     caller = fake.current()
-    with pytest.raises(ValueError, match="bad item"):
-        with plugin.graphhal_step("eager", None, {}, {}):
-            raise ValueError("bad item")
+    with pytest.raises(ValueError, match="bad item"), plugin.graphhal_step("eager", None, {}, {}):
+        raise ValueError("bad item")
     assert fake.current() == caller
     assert not fake.routing
     assert fake.pool_users[graph.pool.id] == 2
@@ -413,9 +409,8 @@ def test_eager_without_graphs_is_left_alone(fake):
 
 def test_out_of_memory_in_the_pool_sends_the_next_eager_call_outside(fake):
     captured(fake)
-    with pytest.raises(torch.OutOfMemoryError):
-        with plugin.graphhal_step("eager", None, {}, {}):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError), plugin.graphhal_step("eager", None, {}, {}):
+        raise torch.OutOfMemoryError("CUDA out of memory")
     with plugin.graphhal_step("eager", None, {}, {}):
         assert fake.routed() is None
 
@@ -447,10 +442,13 @@ def test_what_capture_keeps_in_the_pool_is_no_leftover(fake):
 
 def test_a_failed_eager_calls_traceback_is_no_leftover(fake):
     graph = captured(fake)
-    with pytest.raises(ValueError, match="bad item"):
-        with plugin.graphhal_step("eager", None, {}, {}):
-            fake.live[graph.pool.id] = {64: 512}
-            raise ValueError("bad item")
+
+    def fail() -> None:
+        fake.live[graph.pool.id] = {64: 512}
+        raise ValueError("bad item")
+
+    with pytest.raises(ValueError, match="bad item"), plugin.graphhal_step("eager", None, {}, {}):
+        fail()
     assert plugin.graphhal_step("replay", graph, {}, {}) is not None
 
 

@@ -1,0 +1,121 @@
+"""Packed attention of platform cuda: what can be shown without a device."""
+
+import pytest
+import torch
+
+from graphhal.boundaries import Boundaries
+from graphhal.cuda import attention
+
+
+def looped(query, key, value, lengths, scale):
+    """One sequence after another, in double precision."""
+    parts, start = [], 0
+    for length in lengths:
+        q, k, v = (t[start : start + length].double() for t in (query, key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        start += length
+    return torch.cat(parts)
+
+
+def assert_near(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
+
+
+def tensors(rows, width, dtype=torch.float32):
+    torch.manual_seed(rows * width)
+    return [torch.randn(rows, 2, width).to(dtype) for _ in range(3)]
+
+
+def ends(lengths, slots=None):
+    bounds = Boundaries.from_lengths(lengths).padded_to(sum(lengths), slots)
+    return torch.from_numpy(bounds.cu_seqlens.copy())
+
+
+@pytest.mark.parametrize("slots", [None, 7])
+@pytest.mark.parametrize("lengths", [(6,), (1, 4, 1), (2, 2, 2)])
+def test_the_masked_path_attends_within_sequences_and_ignores_spare_slots(lengths, slots):
+    query, key, value = tensors(6, 16)
+    got = attention.masked_attention(query, key, value, ends(lengths, slots), 0.3)
+    assert_near(got, looped(query, key, value, lengths, 0.3))
+
+
+def test_the_masked_path_reads_nothing_on_the_host():
+    query, key, value = (t.to("meta") for t in tensors(6, 16))
+    got = attention.masked_attention(query, key, value, ends((6,)).to("meta"), 0.3)
+    assert got.shape == (6, 2, 16)
+
+
+def test_rows_past_the_last_end_stay_finite_on_the_masked_path():
+    query, key, value = tensors(6, 16)
+    got = attention.masked_attention(query, key, value, ends((2, 2)), 0.3)
+    assert bool(got.isfinite().all())
+    assert_near(got[:4], looped(query[:4], key[:4], value[:4], (2, 2), 0.3))
+
+
+class Kernel:
+    """Records what it is given and answers like FlashAttention."""
+
+    def __init__(self, lengths):
+        self.lengths, self.calls = lengths, []
+
+    def __call__(self, query, key, value, cu_seqlens, max_seqlen, scale):
+        self.calls.append((query.dtype, query.shape[-1], max_seqlen, scale))
+        assert query.shape[-1] % 8 == 0
+        assert query.dtype in (torch.float16, torch.bfloat16)
+        return looped(query, key, value, self.lengths, scale).to(query.dtype)
+
+
+@pytest.mark.parametrize(("width", "given"), [(72, 72), (20, 24), (80, 80)])
+def test_head_dims_are_padded_to_what_the_kernel_takes(width, given):
+    query, key, value = tensors(6, width, torch.bfloat16)
+    kernel = Kernel((2, 4))
+    got = attention.PackedAttention(kernel)(query, key, value, ends((2, 4)), 4, 0.3)
+    assert kernel.calls == [(torch.bfloat16, given, 4, 0.3)]
+    assert got.shape == query.shape
+    want = looped(query, key, value, (2, 4), 0.3)
+    assert_near(got, want, 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(72, torch.float32), (264, torch.bfloat16), (72, torch.float64)]
+)
+def test_what_the_kernel_does_not_take_goes_by_the_mask(width, dtype):
+    query, key, value = tensors(6, width, dtype)
+    kernel = Kernel((2, 4))
+    got = attention.PackedAttention(kernel)(query, key, value, ends((2, 4)), 4, 0.3)
+    assert kernel.calls == []
+    want = looped(query, key, value, (2, 4), 0.3)
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    assert_near(got, want, tolerance)
+
+
+def test_a_device_too_old_for_flash_attention_takes_the_mask():
+    query, key, value = tensors(6, 16, torch.bfloat16)
+    got = attention.bind_attention((7, 5))(query, key, value, ends((2, 4)), 4, 0.3)
+    assert got.dtype is torch.bfloat16
+
+
+def test_the_operator_is_called_directly_where_its_arguments_are_known():
+    assert attention.flash_kernel().__name__ == "direct"
+
+
+def test_the_wrapper_is_used_where_the_operators_arguments_are_unknown(monkeypatch):
+    monkeypatch.setattr(attention, "_OPERATOR", ("another", "operator"))
+    assert attention.flash_kernel().__name__ == "wrapped"
+
+
+@pytest.mark.parametrize("takes_scale", [True, False])
+def test_the_wrapper_scales_the_query_where_it_takes_no_scale(monkeypatch, takes_scale):
+    from torch.nn.attention import varlen
+
+    def with_scale(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None):
+        return looped(q, k, v, (2, 4), scale)
+
+    def without(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
+        return (looped(q, k, v, (2, 4), q.shape[-1] ** -0.5), None)
+
+    monkeypatch.setattr(varlen, "varlen_attn", with_scale if takes_scale else without)
+    query, key, value = tensors(6, 16)
+    got = attention.wrapped_kernel()(query, key, value, ends((2, 4)), 4, 0.3)
+    assert_near(got, looped(query, key, value, (2, 4), 0.3))
