@@ -878,6 +878,183 @@ def attention_operator_against_wrapper() -> str:
     return ", ".join(f"{name} {spent:.2f} µs a layer" for name, spent in times.items())
 
 
+# --- rocm's code on NVIDIA, AITER replaced by a strict stand-in -----------------------------------
+
+
+class StrictAiter:
+    """What AITER's attention is at its strictest; computes through FlashAttention.
+
+    Workspaces are looked up by stream and never made during capture; an empty sequence is an
+    error, or NaN where it only shows on the device; rows past the last end stay NaN.
+    """
+
+    def __init__(self) -> None:
+        from graphhal.cuda.attention import flash_kernel
+
+        self.kernel = flash_kernel()
+        self.workspaces: dict[int, torch.Tensor] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float = 1.0,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        stream = torch.cuda.current_stream().stream_id
+        capturing = torch.cuda.is_current_stream_capturing()
+        if stream not in self.workspaces:
+            if capturing:
+                raise RuntimeError("no workspace: this stream never ran the kernel")
+            self.workspaces[stream] = torch.zeros(4096, device=q.device)
+        self.workspaces[stream].add_(1)
+        if not capturing and min(cu_seqlens_q.diff().tolist()) <= 0:
+            raise ValueError("an empty sequence")
+        written = self.kernel(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
+        rows = torch.arange(len(q), device=q.device)
+        bad = (rows >= cu_seqlens_q[-1]) | (cu_seqlens_q.diff() <= 0).any()
+        return written.masked_fill(bad[:, None, None], float("nan"))
+
+
+class RocmLadder(Ladder):
+    """As `Ladder`, without empty sequences."""
+
+    def request(self, rows: int, forward: Callable[[], None] | None = None) -> CaptureRequest:
+        made = super().request(rows, forward)
+        update = self.update(rows, [1] * (self.slots - 1) + [rows - self.slots + 1])
+        self.packed.copy_(update.block)
+        return made
+
+    def update(self, rows: int, lengths: list[int]) -> HostUpdate:
+        bounds = Boundaries.from_lengths(lengths).padded_to(rows, self.slots, allow_empty=False)
+        block = torch.from_numpy(bounds.cu_seqlens.copy()).view(torch.uint8).pin_memory()
+        return HostUpdate({"cu_seqlens": bounds}, block)
+
+
+@contextlib.contextmanager
+def rocm_ladder(*sizes: int) -> Iterator[RocmLadder]:
+    from graphhal.rocm import plugin
+    from graphhal.rocm.attention import PackedAttention
+
+    made = RocmLadder(plugin, Tower(PackedAttention(StrictAiter())), max(sizes))
+    try:
+        for size in sizes:
+            made.capture(size)
+        yield made
+    finally:
+        made.close()
+
+
+@check
+def rocm_code_replays_equal_eager() -> str:
+    rng, worst = random.Random(3), 0.0
+    with rocm_ladder(1024, 256, 64) as made:
+        for size in (64, 1024, 256, 64):
+            for used in (size, size - 1, size // 2):
+                parts = made.slots if used == size else rng.randint(1, made.slots - 2)
+                lengths = split(used, parts, rng)
+                if size - used + len(lengths) < made.slots:
+                    lengths = split(used, made.slots - 1, rng)
+                data = random_rows(used, used)
+                made.graphs[size].poison()
+                error = distance(made.run(size, data, lengths), plain(made, data, lengths))
+                worst = max(worst, error)
+                expect(error < 1e-2, f"{used} rows in {size}: relative error {error:.1e}")
+        wrong = 0
+        for seed in range(40):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                lengths = split(64, made.slots, rng)
+                data = random_rows(64, seed)
+                got = made.run(64, data, lengths) if seed % 5 else made.eager(data, lengths)
+                wrong += distance(got, plain(made, data, lengths)) > 1e-2
+        expect(wrong == 0, f"{wrong} of 40 calls on new streams are wrong")
+    return f"worst relative error {worst:.1e}; 40 calls on other streams right (AITER stand-in)"
+
+
+@check
+def rocm_code_needs_its_precautions() -> str:
+    from graphhal.rocm.attention import PackedAttention
+
+    attention = PackedAttention(StrictAiter())
+    query = torch.randn((16, 2, 64), device=DEVICE).to(torch.bfloat16)
+    covered = torch.tensor([0, 4, 8], dtype=torch.int32, device=DEVICE)
+    got = attention(query, query, query, covered, 8, 0.1)
+    expect(bool(got.isfinite().all()) and float(got[8:].abs().sum()) == 0.0, "rows unwritten")
+    empty = torch.tensor([0, 16, 16], dtype=torch.int32, device=DEVICE)
+    try:
+        attention(query, query, query, empty, 16, 0.1)
+    except ValueError:
+        pass
+    else:
+        raise CheckFailedError("the stand-in takes empty sequences")
+    cold = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(cold, stream=torch.cuda.Stream()):
+            attention(query, query, query, covered, 8, 0.1)
+    except RuntimeError as error:
+        expect("never ran" in str(error), f"another error: {error}")
+    else:
+        raise CheckFailedError("the stand-in captures on a stream that it never ran on")
+    torch.cuda.synchronize()
+    return "the stand-in is strict: unwritten rows, empty sequences, cold streams (AITER stand-in)"
+
+
+@check
+def rocm_code_catches_what_the_runtime_swallows() -> str:
+    with rocm_ladder(256) as made:
+        source, target = made.input[:128], made.output[:128]
+
+        def swallowed() -> None:
+            rows = made.tower(source, made.cu_seqlens, 128)
+            if torch.cuda.is_current_stream_capturing():
+                rows = torch.zeros_like(rows)
+            target.copy_(rows)
+
+        try:
+            made.capture(128, swallowed)
+        except UnsupportedOperationError as error:
+            said = str(error)[:90]
+        else:
+            raise CheckFailedError("a graph that does not repeat its warm-up was kept")
+        try:
+            made.capture(128, lambda: target.sum().item())
+        except HostReadError:
+            pass
+        else:
+            raise CheckFailedError("a host read was captured")
+        lengths = [32] * 8
+        data = random_rows(256, 1)
+        error = distance(made.run(256, data, lengths), plain(made, data, lengths))
+        expect(error < 1e-2, f"the graph captured before: relative error {error:.1e}")
+    return f"refused: {said}… (AITER stand-in)"
+
+
+@check
+def rocm_code_releases_before_the_process_group_ends() -> str:
+    from torch import distributed
+
+    if not distributed.is_available():
+        return "skipped: torch.distributed is not built"
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with rocm_ladder(64) as made:
+        graph, pool = made.graphs[64], made.pool
+        distributed.destroy_process_group()
+        expect(pool.id is None, "the pool is still there")
+        try:
+            made.plugin.graphhal_replay(graph)
+        except ReplayError:
+            pass
+        else:
+            raise CheckFailedError("the graph is still there")
+    return "graphs and pool were gone first (AITER stand-in)"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=None, help="names of checks")
