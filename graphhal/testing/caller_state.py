@@ -1,10 +1,31 @@
 """What a hook must leave as it found it: modes, streams and defaults of the calling thread."""
 
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphhal.testing.check import CheckFailure
+
+
+@contextmanager
+def young_garbage() -> Iterator[None]:
+    """Let `still_alive` look at objects made inside only: a whole PyTorch takes it a second."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def still_alive(buffers: Sequence["weakref.ref[torch.Tensor]"]) -> int:
+    """How many of these tensors somebody holds, cycles collected."""
+    gc.collect()
+    return sum(ref() is not None for ref in buffers)
 
 
 class CallerState:

@@ -1,6 +1,5 @@
 """Checks of the capture hook: warm-up, refusals, and what it leaves behind."""
 
-import gc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,7 +9,7 @@ import torch
 from graphhal.errors import CaptureError
 from graphhal.plan import GraphKey
 from graphhal.platform import CaptureRequest
-from graphhal.testing.caller_state import CallerState
+from graphhal.testing.caller_state import CallerState, still_alive, young_garbage
 from graphhal.testing.check import CheckFailure, check
 from graphhal.testing.subject import EXAMPLE, Subject, ToyGraph
 from graphhal.testing.toy_encoder import FULL
@@ -127,12 +126,12 @@ def a_failed_capture_restores_the_callers_state(subject: Subject) -> None:
 @check("graphhal_capture")
 def a_failed_capture_keeps_nothing(subject: Subject) -> None:
     """After a failed capture nobody holds the request's buffers any more."""
-    request = _failing(subject, 3)
-    buffers = [weakref.ref(request.output), *map(weakref.ref, request.inputs.values())]
-    _fail(subject, request)
-    del request
-    gc.collect()
-    alive = sum(ref() is not None for ref in buffers)
+    with young_garbage():
+        request = _failing(subject, 3)
+        buffers = [weakref.ref(request.output), *map(weakref.ref, request.inputs.values())]
+        _fail(subject, request)
+        del request
+        alive = still_alive(buffers)
     if alive:
         raise CheckFailure(
             f"{alive} of {len(buffers)} static buffers of the failed request are still held",
@@ -183,11 +182,12 @@ def a_graph_holds_what_it_reads(subject: Subject) -> None:
 
         return subject.request(forward), weakref.ref(weight)
 
-    request, weight = make()
-    graph = subject.capture_request(request)
-    del request
-    gc.collect()
-    if weight() is None:
+    with young_garbage():
+        request, weight = make()
+        graph = subject.capture_request(request)
+        del request
+        alive = still_alive([weight])
+    if not alive:
         raise CheckFailure(
             "a tensor that the captured forward reads was freed while the graph lives",
             "strong references to all that a replay reads, until release",

@@ -1,9 +1,9 @@
 """Checks of release: twice, of nothing, of one among many, and at the end of a process."""
 
-import gc
 import weakref
 
 from graphhal.errors import ReplayError
+from graphhal.testing.caller_state import still_alive, young_garbage
 from graphhal.testing.check import CheckFailure, NotApplicable, check
 from graphhal.testing.contract import in_fresh_process
 from graphhal.testing.subject import EXAMPLE, Subject
@@ -44,13 +44,13 @@ def release_clears_the_handle(subject: Subject) -> None:
 @check(_RELEASE)
 def release_frees_the_buffers(subject: Subject) -> None:
     """After release, only the caller holds the static buffers."""
-    toy = subject.capture()
-    subject.platform.release([toy.graph])
-    buffers = [weakref.ref(toy.graph.request.output), weakref.ref(toy.graph.request.packed)]
-    subject.close()
-    del toy
-    gc.collect()
-    alive = sum(ref() is not None for ref in buffers)
+    with young_garbage():
+        toy = subject.capture()
+        subject.platform.release([toy.graph])
+        buffers = [weakref.ref(toy.graph.request.output), weakref.ref(toy.graph.request.packed)]
+        subject.close()
+        del toy
+        alive = still_alive(buffers)
     if alive:
         raise CheckFailure(
             f"{alive} of {len(buffers)} static buffers are still held after release",
