@@ -39,7 +39,6 @@ STYLE = {
     "axes.spines.left": False,
     "legend.frameon": False,
 }
-BACKED = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
 MIB = 2**20
 
 
@@ -90,7 +89,7 @@ def speed_up(result: TowerResult) -> str:
         axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         for place, (value, line) in enumerate(zip(values, result.inputs, strict=True)):
             note = "" if line.served == "hit" else "  eager"
-            axes.text(value, place, f" {value:.2f}×{note}", va="center", fontsize=9, bbox=BACKED)
+            _beside(axes, value, place, f"{value:.2f}×{note}")
         axes.set_xlim(0, max(1.2, *values) * 1.18)
         axes.set_xlabel("times faster than eager")
         return _svg(figure)
@@ -104,8 +103,7 @@ def padding(result: TowerResult) -> str:
         axes.barh(range(len(values)), [100] * len(values), color="#f3f4f8", height=0.62)
         axes.barh(range(len(values)), values, color=WASTE, height=0.62)
         for place, (value, line) in enumerate(zip(values, result.inputs, strict=True)):
-            text = f" {value:.1f} %" if line.replays else " not replayed"
-            axes.text(value, place, text, va="center", fontsize=9)
+            _beside(axes, value, place, f"{value:.1f} %" if line.replays else "not replayed")
         axes.set_xlim(0, 100)
         axes.set_xlabel("padding, percent of replayed rows")
         return _svg(figure)
@@ -138,7 +136,7 @@ def memory(result: TowerResult) -> str:
 def waveform(samples: npt.NDArray[np.float32], rate: int) -> str:
     """A clip's amplitude over seconds, as one band from the lowest to the highest sample."""
     with mpl.rc_context(STYLE | {"axes.grid": False}):
-        figure, axes = _figure(9.6, 1.7)
+        figure, axes = _figure(9.6, 2.5)
         width = max(1, len(samples) // 600)
         cut = samples[: len(samples) // width * width].reshape(-1, width)
         seconds = [place * width / rate for place in range(len(cut))]
@@ -161,6 +159,19 @@ def _bars(lines: Sequence[InputResult]) -> tuple[Figure, Any]:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     return figure, axes
+
+
+def _beside(axes: Any, value: float, place: int, text: str) -> None:
+    """Text right of a bar's end, readable over the lines behind it."""
+    axes.annotate(
+        text,
+        (value, place),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85},
+    )
 
 
 def _label_decades(axes: Any) -> None:

@@ -168,7 +168,9 @@ def _tower(result: TowerResult) -> str:
         (f"{best.speed_up:.2f}×" if best else "–", "largest speed-up", ""),
         (
             "equal" if result.agrees else "differs",
-            f"{exact} of {len(result.inputs)} bit-equal, relative L2 ≤ {worst:.1e}",
+            "every input is bit-equal"
+            if exact == len(result.inputs)
+            else f"{exact} of {len(result.inputs)} bit-equal, relative L2 ≤ {worst:.1e}",
             "good" if result.agrees else "bad",
         ),
         (f"{hits} / {len(result.inputs)}", "inputs replayed", ""),

@@ -57,7 +57,7 @@ SeedOption = Annotated[int, typer.Option(help="Of the random weights.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 REFERENCE_LADDER = {"max_tokens": 512, "audio_chunks": "1-24", "warmups": 1}
-"""On the reference platform, which shows behaviour and not speed: a shorter ladder, captured at once."""
+"""On the reference platform, which shows behaviour and not speed: a shorter ladder."""
 
 
 def parse_options(policy: Policy | None, pairs: Sequence[str] | None) -> dict[str, Any]:

@@ -1,0 +1,326 @@
+"""The commands, run in process on the reference platform with small ladders."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+import graphhal
+from graphhal.bench import measure
+from graphhal.cli.app import app
+from graphhal.runner import EncoderGraphs
+
+SMALL = ["--platform", "cpu", "--set", "token_budgets=16,32", "--set", "audio_chunks=1-2"]
+QUICK = [*SMALL, "--set", "self_check=quick", "--repeat", "3"]
+VISION, AUDIO = "qwen3_omni_vision", "qwen3_omni_audio"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def output_json(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def photograph(tmp_path: Path) -> Path:
+    path = tmp_path / "a <i>photo&.png"
+    noise = np.random.default_rng(0).integers(0, 255, (96, 128, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    return path
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    path = tmp_path / "clip.wav"
+    noise = np.random.default_rng(0).normal(size=2 * 16_000).astype(np.float32) / 10
+    soundfile.write(path, noise, 16_000)
+    return path
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"graphhal {graphhal.__version__}\n")
+
+
+def test_platforms_says_why_each_is_or_is_not_usable() -> None:
+    found = output_json(run("platforms", "--json"))
+    by_name = {platform["name"]: platform for platform in found["platforms"]}
+    assert set(by_name) >= {"cpu", "cuda", "npu", "rocm"}
+    assert by_name["cpu"]["usable"]
+    assert by_name["cpu"]["distribution"] == "graphhal"
+    assert by_name["cpu"]["version"] == graphhal.__version__
+    for platform in by_name.values():
+        assert platform["usable"] or re.match("not (usable|loaded): .", platform["status"])
+    assert [p["name"] for p in found["platforms"] if p["active"]] == [found["active"]]
+
+
+def test_platforms_table_names_the_active_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHHAL_PLATFORM", "cpu")
+    result = run("platforms")
+    assert result.exit_code == 0
+    assert "active: cpu" in result.stdout
+
+
+def test_platforms_diagnoses_where_none_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHHAL_BLOCK_PLUGINS", "cpu")
+    found = output_json(run("platforms", "--json"))
+    assert found["active"] is None
+    assert found["problem"].startswith("0 platforms can serve")
+
+
+def test_bench_encodes_a_picture_and_reports_parity_time_and_memory(photograph: Path) -> None:
+    document = output_json(run("bench", *QUICK, "--tower", VISION, "--image", photograph, "--json"))
+    assert document["schema"] == 1
+    assert document["agrees"]
+    (tower,) = document["towers"]
+    alone, group = tower["inputs"]
+    assert alone["label"] == "a <i>photo& 128×96"
+    assert alone["tokens"] == 12
+    assert alone["served"] == "hit"
+    assert alone["replays"] == {"qwen3_omni_vision/image[16]": 1}
+    assert alone["padding_waste"] == pytest.approx(1 - 12 / 16)
+    assert alone["difference"]["relative_l2"] <= tower["tolerance"]
+    assert alone["difference"]["min_cosine"] > 0.99999
+    assert alone["eager"]["low_ms"] <= alone["eager"]["median_ms"] <= alone["eager"]["high_ms"]
+    assert alone["eager"]["repeats"] >= 3
+    assert alone["speed_up"] == alone["eager"]["median_ms"] / alone["graph"]["median_ms"]
+    assert group["tokens"] == 48
+    assert group["served"] == "miss: more rows than the largest graph"
+    assert group["misses"] == {"more rows than the largest graph": 4}
+    assert [graph["key"] for graph in tower["capture"]["graphs"]] == [
+        "qwen3_omni_vision/image[32]",
+        "qwen3_omni_vision/image[16]",
+    ]
+    assert tower["capture"]["bytes"] > 0
+    assert tower["stats"]["graph_count"] == 2
+
+
+def test_bench_encodes_a_clip_whole_and_shortened(clip: Path) -> None:
+    document = output_json(run("bench", *QUICK, "--tower", AUDIO, "--audio", clip, "--json"))
+    (tower,) = document["towers"]
+    assert [line["label"] for line in tower["inputs"]] == [
+        "clip first 1 s",
+        "clip 2.0 s",
+        "4 equal clips",
+        "2 different clips",
+    ]
+    assert [line["tokens"] for line in tower["inputs"]] == [13, 26, 52, 39]
+
+
+def test_bench_prints_tables_and_writes_a_report(
+    photograph: Path, clip: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.html"
+    towers = ["--tower", VISION, "--tower", AUDIO]
+    files = ["--image", photograph, "--audio", clip]
+    result = run("bench", *QUICK, *towers, *files, "--report", report)
+    assert result.exit_code == 0, result.output
+    for shown in ("speed-up", "parity", "graphs captured in", VISION, AUDIO, f"report: {report}"):
+        assert shown in result.stdout
+    page = report.read_text()
+    assert "a &lt;i&gt;photo&amp;.png" in page
+    assert "<i>" not in page
+    assert page.count("data:image/jpeg;base64,") == 1
+    assert page.count("data:image/svg+xml;base64,") == 1 + 2 * 4
+    for source in re.findall(r'(?:src|href)="([^"]*)"', page):
+        assert source.startswith("data:")
+    assert not re.search(r"<script|<link|@import|url\(|https?:", page)
+    for chart in re.findall(r"svg\+xml;base64,([^\"]*)", page):
+        drawn = base64.b64decode(chart).decode()
+        assert drawn.startswith("<svg")
+        assert not re.search(r"<(image|script|!DOCTYPE)", drawn)
+        assert not re.search(r'xlink:href="[^#]', drawn)
+
+
+@pytest.mark.parametrize("policy", ["single", "packed"])
+def test_bench_honours_the_policy(photograph: Path, policy: str) -> None:
+    options = ["--image", photograph, "--policy", policy, "--json"]
+    document = output_json(run("bench", *QUICK, "--tower", VISION, *options))
+    group = document["towers"][0]["inputs"][-1]
+    assert document["machine"]["settings"]["policy"] == policy
+    assert (group["served"] == "hit") == (policy == "packed")
+
+
+def test_bench_fails_where_graph_and_eager_disagree(
+    photograph: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = EncoderGraphs.run
+    monkeypatch.setattr(EncoderGraphs, "run", lambda self, kw: [o + 0.1 for o in right(self, kw)])
+    result = run("bench", *QUICK, "--tower", VISION, "--image", photograph)
+    assert result.exit_code == 1
+    assert "graph and eager disagree" in result.stderr
+
+
+def test_a_slow_input_is_repeated_less_often(
+    photograph: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "SECONDS_PER_INPUT", 0.0)
+    options = ["--tower", VISION, "--image", photograph, "--json"]
+    document = output_json(run("bench", *SMALL, "--repeat", 50, *options))
+    assert document["towers"][0]["inputs"][0]["eager"]["repeats"] == measure.FEWEST_REPEATS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["bench", "--tower", "nonsense"], 2, "no tower is called 'nonsense'. Towers: qwen3_omni"),
+        (["check", "--platform", "abacus"], 2, "no platform is called 'abacus'. Platforms: "),
+        (["bench", "--platform", "rocm"], 1, "platform 'rocm' cannot serve this process"),
+        (["bench", "--set", "polcy=single"], 2, "unknown option 'polcy'. Options: "),
+        (["bench", "--set", "policy"], 2, "--set takes NAME=VALUE, got 'policy'"),
+        (["bench", "--set", "policy=fast"], 2, "option 'policy'"),
+        (["bench", "--preset", "huge"], 2, "huge"),
+        (["bench", "--repeat", "0"], 2, "repeat"),
+        (["plan", "--limit", "much"], 2, "memory_limit"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    arguments: list[str], status: int, message: str
+) -> None:
+    result = run(*arguments)
+    assert result.exit_code == status
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_environment_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHHAL_POLCY", "single")
+    result = run("platforms")
+    assert result.exit_code == 2
+    assert "GRAPHHAL_POLCY is not an option" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "tower", "content"),
+    [
+        ("--image", VISION, b"no picture"),
+        ("--image", VISION, b"\x89PNG\r\n\x1a\n cut off"),
+        ("--image", VISION, None),
+        ("--audio", AUDIO, b"no sound"),
+        ("--audio", AUDIO, None),
+    ],
+)
+def test_a_file_that_cannot_be_decoded_is_named(
+    tmp_path: Path, option: str, tower: str, content: bytes | None
+) -> None:
+    path = tmp_path / "broken"
+    if content is not None:
+        path.write_bytes(content)
+    result = run("bench", *QUICK, "--tower", tower, option, path)
+    assert result.exit_code == 1
+    assert re.search(r"error: item 0: .*broken.* cannot be decoded", result.stderr, re.DOTALL)
+
+
+def test_check_compares_every_graph() -> None:
+    found = output_json(run("check", *SMALL, "--tower", AUDIO, "--json"))
+    assert [line["key"] for line in found["graphs"]] == [
+        "qwen3_omni_audio/audio[1]",
+        "qwen3_omni_audio/audio[2]",
+    ]
+    for line in found["graphs"]:
+        assert line["reason"] is None
+        assert line["cases"] > 0
+        assert line["relative_l2"] <= 1e-5
+
+
+def test_check_fails_for_a_graph_that_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = EncoderGraphs.run
+    monkeypatch.setattr(EncoderGraphs, "run", lambda self, kw: [o + 0.1 for o in right(self, kw)])
+    result = run("check", *SMALL, "--tower", AUDIO)
+    assert result.exit_code == 1
+    assert "2 of 2 graphs are not right" in result.stderr
+    assert "differs from eager" in result.stdout
+
+
+def test_check_fails_for_a_graph_that_was_dropped() -> None:
+    result = run("check", *SMALL, "--tower", AUDIO, "--set", "memory_limit=1", "--json")
+    assert result.exit_code == 1
+    reasons = [line["reason"] for line in json.loads(result.stdout)["graphs"]]
+    assert all(reason.startswith("memory_limit: ") for reason in reasons)
+
+
+def test_plan_says_what_a_workload_needs(tmp_path: Path) -> None:
+    groups = [
+        {"items": [{"modality": "image", "tokens": 12}], "count": 5},
+        {"items": [{"modality": "image", "tokens": 40}]},
+        {"items": [{"modality": "audio", "tokens": 20}], "count": 3},
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"schema": 1, "groups": groups}))
+    vision, audio = output_json(
+        run("plan", *SMALL, "--trace", trace, "--tower", VISION, "--tower", AUDIO, "--json")
+    )["towers"]
+    assert [graph["key"] for graph in vision["graphs"]] == ["qwen3_omni_vision/image[16]"]
+    assert vision["token_budgets"] == [16]
+    assert vision["coverage"]["hits"] == 5
+    assert vision["coverage"]["misses"] == {"more rows than the largest graph": 1}
+    assert vision["coverage"]["padding_waste"] == pytest.approx(0.25)
+    assert vision["bytes"] > 0
+    assert audio["audio_chunks"] == [2]
+    assert audio["coverage"]["hit_rate"] == 1.0
+
+
+def test_plan_under_a_limit_names_what_is_dropped() -> None:
+    found = output_json(run("plan", *SMALL, "--tower", AUDIO, "--limit", "1", "--json"))
+    (tower,) = found["towers"]
+    assert tower["graphs"] == []
+    assert len(tower["dropped"]) == 2
+
+
+def test_plan_without_a_trace_prints_the_ladder() -> None:
+    result = run("plan", *SMALL, "--tower", AUDIO)
+    assert result.exit_code == 0
+    assert "qwen3_omni_audio/audio[2]" in result.stdout
+    assert "2 of 2 graphs" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"schema": 2, "groups": []}', "schema: Input should be 1"),
+        ('{"schema": 1, "groups": []}', "groups: List should have at least 1 item"),
+        ('{"schema": 1, "groups": [{"items": [{"modality": "image", "tokens": 0}]}]}', "tokens"),
+        ('{"schema": 1, "groups": [{"items": [{"modality": "image", "tokens": "9"}]}]}', "tokens"),
+        (
+            '{"schema":1,"groups":[{"items":[{"modality":"video","tokens":9,"frames":2}]}]}',
+            "9 tokens cannot be 2 equal frames",
+        ),
+        ('{"schema": 1, "groups": [{"items": [{"modality": "image", "tokens": 4}], "n": 1}]}', "n"),
+    ],
+)
+def test_a_malformed_trace_is_told(tmp_path: Path, text: str, message: str) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(text)
+    result = run("plan", "--platform", "cpu", "--trace", trace)
+    assert result.exit_code == 1
+    assert f"error: trace {trace}: " in result.stderr.replace("\n", "")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_trace_is_told(tmp_path: Path) -> None:
+    result = run("plan", "--platform", "cpu", "--trace", tmp_path / "none.json")
+    assert result.exit_code == 1
+    assert "cannot be read: No such file" in result.stderr
+
+
+def test_a_bug_is_not_hidden_behind_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: EncoderGraphs, *_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(EncoderGraphs, "capture", broken)
+    result = run("check", *SMALL, "--tower", AUDIO)
+    assert isinstance(result.exception, torch.OutOfMemoryError)
