@@ -84,7 +84,8 @@ class Layout:
         """Write host arrays into a uint8 host tensor, padding with zeros.
 
         Raises:
-            AdapterError: an array is missing, unknown, too long, or of another width or dtype.
+            AdapterError: an array is missing, unknown, too long, of another width or dtype, or
+                holds integers that the dtype cannot.
         """
         host = block.numpy()
         host[:] = 0
@@ -97,14 +98,28 @@ class Layout:
             start, size = self._packed[name]
             dtype = _NUMPY_DTYPES[spec.dtype]
             target = host[start : start + size].view(dtype).reshape(spec.shape)
-            fits = array.shape[1:] == spec.shape[1:] and len(array) <= spec.shape[0]
-            if not fits or not np.can_cast(array.dtype, dtype, "same_kind"):
+            fits = (
+                array.ndim > 0
+                and array.shape[1:] == spec.shape[1:]
+                and len(array) <= spec.shape[0]
+                and np.can_cast(array.dtype, dtype, "same_kind")
+            )
+            if not fits or not _in_range(array, dtype):
                 raise AdapterError(
                     f"metadata {name!r} is {array.dtype}{list(array.shape)}, which does not fit "
                     f"{spec.dtype}{list(spec.shape)}"
                 )
             target[: len(array)] = array
         return block
+
+
+def _in_range(array: npt.NDArray[np.generic], dtype: type[np.generic]) -> bool:
+    """Whether a narrower integer dtype holds every value; NumPy would wrap them in silence."""
+    integers = np.issubdtype(array.dtype, np.integer) and np.issubdtype(dtype, np.integer)
+    if not integers or not array.size or np.can_cast(array.dtype, dtype):
+        return True
+    bounds = np.iinfo(dtype)  # type: ignore[type-var]
+    return bool(bounds.min <= array.min() and array.max() <= bounds.max)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -128,8 +143,11 @@ class Arena:
     def __init__(
         self, device: torch.device, bulk_bytes: int, packed_bytes: int, output: torch.Tensor
     ) -> None:
-        self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
-        self.packed = torch.zeros(packed_bytes, dtype=torch.uint8, device=device)
+        # Made in inference mode (a host's start-up may run in it), they could not be written to
+        # outside of it.
+        with torch.inference_mode(False):
+            self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
+            self.packed = torch.zeros(packed_bytes, dtype=torch.uint8, device=device)
         self.output = output
 
     @property
@@ -138,8 +156,13 @@ class Arena:
         return self.bulk.nbytes + self.packed.nbytes + self.output.nbytes
 
     def poison(self) -> None:
-        """Fill inputs and output with NaN (bytes 0xFF), so that a read of a stale row shows."""
+        """Fill inputs and output with NaN (bytes 0xFF), so that a read of a stale row shows.
+
+        Metadata becomes zero: boundaries that the platform does not update are then none at all,
+        and a stale index reads no foreign memory.
+        """
         self.bulk.fill_(0xFF)
+        self.packed.zero_()
         self.output.fill_(float("nan"))
 
 

@@ -15,7 +15,8 @@ def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
     Raises:
         AdapterError: not a tensor or a sequence of such tensors.
     """
-    levels = (output,) if isinstance(output, torch.Tensor) else tuple(output)
+    listed = (output,) if isinstance(output, torch.Tensor) else output
+    levels = tuple(listed) if isinstance(listed, list | tuple) else (listed,)
     tensors = bool(levels) and all(isinstance(level, torch.Tensor) for level in levels)
     if not tensors or any(
         level.dim() != 2 or len(level) != len(levels[0]) or level.dtype != levels[0].dtype
@@ -32,14 +33,23 @@ def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
 
 
 def write_levels(output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Copy the levels side by side into `target`, (tokens, sum of widths)."""
+    """Copy the levels side by side into `target`, (tokens, sum of widths).
+
+    Raises:
+        AdapterError: the levels have other tokens or columns; a copy would broadcast one token.
+    """
+    levels = as_levels(output)
+    shape = (len(levels[0]), sum(level.shape[1] for level in levels))
+    if shape != target.shape:
+        raise AdapterError(
+            f"the forward made {shape[0]} tokens of {shape[1]} columns, {target.shape[0]} of "
+            f"{target.shape[1]} are expected"
+        )
     column = 0
-    for level in as_levels(output):
+    for level in levels:
         width = level.shape[1]
         target.narrow(1, column, width).copy_(level)
         column += width
-    if column != target.shape[1]:
-        raise AdapterError(f"the forward made {column} columns, {target.shape[1]} are expected")
 
 
 def token_starts(items: Sequence[ItemSpec]) -> tuple[int, ...]:
