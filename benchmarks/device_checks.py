@@ -38,6 +38,7 @@ from graphhal.errors import (
 )
 from graphhal.plan import GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate
+from graphhal.stream_capture import recording
 
 DEVICE = torch.device("cuda", 0)
 MIB = 2**20
@@ -507,7 +508,7 @@ def failed_captures_recover() -> str:
                 problems.append(f"after {name}: {type(error).__name__}: {str(error)[:200]}")
             seen.append(name)
     expect(not problems, "; ".join(problems))
-    return f"{len(seen)} kinds; {len(stream_capture._abandoned)} ends had to be mended"
+    return f"{len(seen)} kinds; {len(recording._abandoned)} ends had to be mended"
 
 
 @check
@@ -723,7 +724,7 @@ def outer_capture() -> str:
             with scope as entered:
                 entered.empty((4,), torch.float32).copy_(cell)
         outer.replay()
-        expect(answers == [None, "_PlainScope"], f"step answered {answers}")
+        expect(answers == [None, "PlainScope"], f"step answered {answers}")
         data = random_rows(64, 5)
         expect(distance(made.run(64, data, [64]), plain(made, data, [64])) < 1e-2, "wrong after")
         del outer
@@ -790,7 +791,7 @@ def eager_out_of_memory_leaves_the_pool() -> str:
         except torch.OutOfMemoryError:
             pass
         kind = type(made.plugin.graphhal_step("eager", None, {}, {})).__name__
-        expect(kind == "_PlainScope", f"the next eager call runs in {kind}")
+        expect(kind == "PlainScope", f"the next eager call runs in {kind}")
         data = random_rows(512, 7)
         expect(
             distance(made.run(512, data, [512]), plain(made, data, [512])) < 1e-2, "replay wrong"

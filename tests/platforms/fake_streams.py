@@ -1,9 +1,9 @@
 """PyTorch's CUDA surface without a device: streams with vector clocks, graphs, a pool allocator.
 
-`FakeTorch` stands in for the `torch` that `graphhal.stream_capture` sees. It keeps the rules that
-matter there: work on two streams is ordered only through events and host waits, a capture that
-did something forbidden fails when it ends, private pools count their users and route allocations
-by thread, and a memory pool must not die before its graphs.
+`install` puts a `FakeTorch` in the place of the `torch` that `graphhal.stream_capture` sees. It
+keeps the rules that matter there: work on two streams is ordered only through events and host
+waits, a capture that did something forbidden fails when it ends, private pools count their users
+and route allocations by thread, and a memory pool must not die before its graphs.
 """
 
 import itertools
@@ -17,7 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphhal.stream_capture import pool as pool_module
+from graphhal.stream_capture import recording, steps
+
 Clock = dict[int, int]
+
+
+def install(monkeypatch: Any, cleans_up: bool = False) -> "FakeTorch":
+    """Let the mechanism see a fresh fake device."""
+    made = FakeTorch(cleans_up)
+    for module in (pool_module, recording, steps):
+        monkeypatch.setattr(module, "torch", made)
+    empty: weakref.WeakSet[Any] = weakref.WeakSet()
+    monkeypatch.setattr(pool_module, "pools", empty)
+    monkeypatch.setattr(steps, "pools", empty)
+    monkeypatch.setattr(recording, "_recordings", weakref.WeakSet())
+    monkeypatch.setattr(recording, "_abandoned", [])
+    return made
 
 
 class FakeTorch:

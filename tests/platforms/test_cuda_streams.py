@@ -23,7 +23,7 @@ from graphhal.errors import (
 )
 from graphhal.plan import GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate
-from tests.platforms.fake_streams import FakeTorch
+from tests.platforms.fake_streams import install
 
 BOTH = pytest.mark.parametrize("cleans_up", [False, True], ids=["up-to-2.13", "from-2.14"])
 
@@ -35,12 +35,7 @@ def cleans_up() -> bool:
 
 @pytest.fixture
 def fake(monkeypatch, cleans_up):
-    made = FakeTorch(cleans_up)
-    monkeypatch.setattr(stream_capture, "torch", made)
-    monkeypatch.setattr(stream_capture, "_pools", weakref.WeakSet())
-    monkeypatch.setattr(stream_capture, "_recordings", weakref.WeakSet())
-    monkeypatch.setattr(stream_capture, "_abandoned", [])
-    return made
+    return install(monkeypatch, cleans_up)
 
 
 def request_for(fake, forward=None, pool=None, size=8, warmups=2) -> CaptureRequest:

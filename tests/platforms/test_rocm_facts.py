@@ -1,29 +1,22 @@
 """Platform rocm: the facts in which it differs from CUDA, without a device."""
 
 import sys
-import weakref
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from graphhal import stream_capture
 from graphhal.errors import UnsupportedOperationError
 from graphhal.platform import PlatformInfo, Unavailable
 from graphhal.rocm import attention, graph, plugin
-from tests.platforms.fake_streams import FakeTorch
+from tests.platforms.fake_streams import install
 from tests.platforms.test_cuda_attention import assert_near, ends, looped, tensors
 from tests.platforms.test_cuda_streams import capturing, request_for
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    made = FakeTorch()
-    monkeypatch.setattr(stream_capture, "torch", made)
-    monkeypatch.setattr(stream_capture, "_pools", weakref.WeakSet())
-    monkeypatch.setattr(stream_capture, "_recordings", weakref.WeakSet())
-    monkeypatch.setattr(stream_capture, "_abandoned", [])
-    return made
+    return install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,276 @@
+"""Start-up: warm up, record, recover from what cannot be recorded, release."""
+
+import atexit
+import contextlib
+import gc
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from graphhal.errors import (
+    CaptureError,
+    PluginError,
+    ResourceExhaustedError,
+    UnsupportedOperationError,
+)
+from graphhal.platform import CapturedGraph, CaptureRequest
+from graphhal.stream_capture.failure import explained
+from graphhal.stream_capture.pool import GraphPool
+
+log = logging.getLogger(__name__)
+
+ErrorMode = Literal["global", "thread_local", "relaxed"]
+_EXEC_BYTES = 64 * 2**20  # beyond what a graph needs to launch, another process allocated
+_capturing = threading.RLock()  # PyTorch allows one capture at a time in a process
+_recordings: "weakref.WeakSet[Recording]" = weakref.WeakSet()
+_abandoned: list[Any] = []
+
+
+class Recording:
+    """A device graph and the pool it lives in; closed once, at the latest when nobody holds it.
+
+    Attributes:
+        launch: queues the graph on the current stream.
+        pool: its pool.
+        transient_bytes: memory that warm-up took and gave back.
+    """
+
+    def __init__(self, graph: Any, pool: GraphPool, transient_bytes: int) -> None:
+        self.launch: Callable[[], None] = graph.replay
+        self.pool = pool
+        self.transient_bytes = transient_bytes
+        self._graph: Any = graph
+        pool.graphs += 1
+        _recordings.add(self)
+
+    def close(self) -> None:
+        """Destroy the graph. Safe twice, and after the device is gone."""
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        del self.launch
+        try:
+            graph.reset()
+        except RuntimeError:
+            log.debug("the device refused to destroy a graph", exc_info=True)
+        finally:
+            self.pool.closed_one()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at interpreter exit anything may be gone
+            self.close()
+
+
+def capture(
+    request: CaptureRequest, error_mode: ErrorMode = "thread_local", check_replay: bool = False
+) -> CapturedGraph:
+    """Warm up and record `request.forward` on its pool's stream.
+
+    Args:
+        request: what to capture; its pool is one that an earlier call returned, or None.
+        error_mode: whose unsafe calls end the capture; `thread_local` lets other threads go on.
+        check_replay: compare the first replay with the warm-up, for runtimes that record wrongly
+            without saying so.
+
+    Raises:
+        CaptureError: and its subclasses; device, streams and allocator are as they were.
+    """
+    if not isinstance(request.pool, GraphPool | None):
+        raise PluginError(f"{request.key}: pool is not one of this platform: {request.pool!r}")
+    pool = request.pool or GraphPool(request.device)
+    with _capturing, pool.lock, torch.cuda.device(pool.index):
+        if torch._C._cuda_isCurrentStreamCapturing():
+            raise CaptureError(f"{request.key}: another capture is running on this stream")
+        if pool.broken:
+            raise ResourceExhaustedError(
+                f"{request.key}: an earlier capture could not be ended cleanly, so this pool takes "
+                "no more graphs; those it holds go on. Capture again after clear()"
+            )
+        if pool.unchecked:
+            pool.look_for_leftovers()
+        if pool.leaked:
+            raise CaptureError(
+                f"{request.key}: an eager call left tensors in the graph pool (see the log), so it "
+                "takes no more graphs. Capture again after clear()"
+            )
+        caller = pool.current()
+        pool.open()
+        pool.hand_in(caller)
+        try:
+            with torch.cuda.stream(pool.stream):
+                return _capture_here(request, pool, error_mode, check_replay)
+        finally:
+            with contextlib.suppress(RuntimeError) if pool.broken else contextlib.nullcontext():
+                pool.hand_back(caller)
+            pool.shut_if_empty()
+
+
+def _capture_here(
+    request: CaptureRequest, pool: GraphPool, error_mode: ErrorMode, check_replay: bool
+) -> CapturedGraph:
+    _settle(pool)
+    before = torch.cuda.memory_reserved(pool.index)
+    try:
+        pool.begin()
+        try:
+            pool.warm_libraries()
+        finally:
+            pool.end()
+        with torch.no_grad():
+            for _ in range(request.warmups):
+                request.forward()
+        torch.cuda.synchronize(pool.index)
+    except Exception as error:  # a forward may raise anything; its inputs then run eagerly
+        raise explained(request.key, error, "warm-up") from error
+    transient = max(0, torch.cuda.memory_reserved(pool.index) - before)
+    _settle(pool)
+    reserved, free = torch.cuda.memory_reserved(pool.index), torch.cuda.mem_get_info(pool.index)[0]
+    recording = Recording(_record(request, pool, error_mode), pool, transient)
+    try:
+        _first_replay(request, recording, check_replay)
+    except BaseException:
+        recording.close()
+        raise
+    _settle(pool)
+    grown = max(0, torch.cuda.memory_reserved(pool.index) - reserved)
+    taken = free - torch.cuda.mem_get_info(pool.index)[0]
+    pool.remember_live()
+    return CapturedGraph(
+        request=request,
+        handle=recording,
+        pool=pool,
+        num_bytes=grown + min(max(0, taken - grown), _EXEC_BYTES),
+        poison=pool.poison if pool.shared else None,
+    )
+
+
+def _settle(pool: GraphPool) -> None:
+    """Nothing runs and nothing is cached, so that free memory can be compared."""
+    torch.cuda.synchronize(pool.index)
+    torch.cuda.empty_cache()
+
+
+def _record(request: CaptureRequest, pool: GraphPool, error_mode: ErrorMode) -> Any:
+    """Capture on the current stream; a graph, or an error with everything put back."""
+    graph = torch.cuda.CUDAGraph()
+    failure: BaseException | None = None
+    unclean = False
+    collecting = gc.isenabled()
+    gc.disable()  # a collected graph or event would end the capture
+    try:
+        graph.capture_begin(pool=pool.id, capture_error_mode=error_mode)
+        try:
+            with torch.no_grad():
+                request.forward()
+        except BaseException as error:  # noqa: BLE001  (raised again below, once the capture has ended)
+            failure = error
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            unclean = True
+            failure = failure or error
+    except RuntimeError as error:
+        unclean, failure = True, error
+    finally:
+        if collecting:
+            gc.enable()
+    if failure is None:
+        return graph
+    if unclean:
+        _mend(graph, pool)
+    else:
+        graph.reset()
+    if not isinstance(failure, Exception):
+        raise failure
+    raise explained(request.key, failure, "capture") from failure
+
+
+def _mend(graph: Any, pool: GraphPool) -> None:
+    """End what a failed `capture_end` left open.
+
+    PyTorch up to 2.13 stops half-way: both allocators still filter through the dead graph, and the
+    random generator still believes in a capture. Its own clean-up runs only after a capture that
+    ends well, so give it an empty one. Newer versions have cleaned up; then the second end fails
+    before it touches the stream, and the empty capture is ended as usual.
+    """
+    helper = torch.cuda.CUDAGraph()
+    spare = torch.cuda.graph_pool_handle()
+    try:
+        helper.capture_begin(pool=spare, capture_error_mode="relaxed")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                helper.capture_end()
+                helper.reset()
+            else:
+                torch._C._cuda_endAllocateToPool(pool.index, spare)
+                torch._C._cuda_releasePool(pool.index, spare)
+                _abandoned.append(helper)  # the host allocator keeps a pointer to it
+        graph.reset()
+    except RuntimeError:
+        log.warning("a failed capture could not be ended cleanly", exc_info=True)
+        _abandoned.extend((graph, helper))
+        pool.broken = True
+
+
+def _first_replay(request: CaptureRequest, recording: Recording, check: bool) -> None:
+    """Launch once: uploads the graph, so that its memory is counted and no request pays for it."""
+    expected = request.output.clone() if check else None
+    try:
+        if expected is not None:
+            request.output.view(torch.uint8).fill_(0xFF)
+        recording.launch()
+        torch.cuda.synchronize(recording.pool.index)
+    except RuntimeError as error:
+        raise explained(request.key, error, "first replay") from error
+    if expected is not None and not _close(request.output, expected):
+        raise UnsupportedOperationError(
+            f"{request.key}: the first replay does not repeat the warm-up. Captured code did "
+            "something that the graph does not hold (a copy from unpinned memory, a read of a "
+            "device value, work on another stream) and this runtime does not report it"
+        )
+
+
+def _close(output: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal up to the rounding of reordered sums; non-finite values only where expected."""
+    tolerance = 1e-5 if output.dtype in (torch.float32, torch.float64) else 2e-2
+    difference = (output.double() - expected.double()).nan_to_num(nan=0.0)
+    same_holes = torch.equal(output.isfinite(), expected.isfinite())
+    scale = expected.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm()
+    return same_holes and bool(difference.norm() <= tolerance * scale + 1e-12)
+
+
+def release(graphs: Sequence[CapturedGraph]) -> None:
+    """Destroy graphs and, with the last one of a pool, give its memory back. Safe twice."""
+    recordings: list[Recording] = []
+    for graph in graphs:
+        recording, graph.handle = graph.handle, None
+        if recording is not None:
+            recordings.append(recording)
+    for index in {recording.pool.index for recording in recordings}:
+        try:
+            torch.cuda.synchronize(index)
+        except RuntimeError:
+            log.debug("device %d is gone", index, exc_info=True)
+    for recording in recordings:
+        with recording.pool.lock:
+            recording.close()
+    if any(recording.pool.graphs == 0 for recording in recordings):
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def release_all() -> None:
+    """Close every graph that is still open: before device libraries are torn down."""
+    for recording in list(_recordings):
+        recording.close()
+
+
+atexit.register(release_all)

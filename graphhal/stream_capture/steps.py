@@ -1,0 +1,65 @@
+"""What the engine calls per request: enter a step, update boundaries, replay."""
+
+from collections.abc import Mapping
+
+import torch
+
+from graphhal.errors import ReplayError
+from graphhal.platform import CapturedGraph, HostUpdate, StepKind
+from graphhal.stream_capture.pool import EagerScope, GraphPool, PlainScope, ReplayScope, pools
+
+
+def step(
+    kind: StepKind, graph: CapturedGraph | None, inputs: Mapping[str, torch.Tensor]
+) -> ReplayScope | EagerScope | PlainScope | None:
+    """Scope of one replay or eager call; None where a replay may not happen now."""
+    outer = torch._C._cuda_isCurrentStreamCapturing()
+    if kind == "replay":
+        if graph is None or outer:
+            return None
+        pool: GraphPool = graph.pool
+        if pool.unchecked:
+            with pool.lock:
+                pool.look_for_leftovers()
+        return None if pool.leaked else pool.replay_scope
+    device = next((tensor.device for tensor in inputs.values()), None)
+    if device is None or device.index is None:
+        device = torch.device("cuda", torch._C._cuda_getDevice())
+    found = None if outer else _pool_on(device.index)
+    if found is None:
+        return PlainScope(device)
+    if found.unchecked:
+        with found.lock:
+            found.look_for_leftovers()
+    return found.eager_scope if found.shared else PlainScope(device)
+
+
+def _pool_on(index: int) -> GraphPool | None:
+    """The pool on this device with the most graphs: the one whose memory is worth sharing."""
+    candidates = [pool for pool in pools if pool.index == index and pool.graphs > 0 and pool.shared]
+    return max(candidates, key=lambda pool: pool.graphs, default=None)
+
+
+def replay(graph: CapturedGraph) -> None:
+    """Launch a graph on the current stream.
+
+    Raises:
+        ReplayError: it was released, or the device refused.
+    """
+    try:
+        graph.handle.launch()
+    except AttributeError as error:
+        raise ReplayError(f"{graph.key} was released; capture it again") from error
+    except RuntimeError as error:
+        raise ReplayError(f"{graph.key}: the device refused the launch: {error}") from error
+
+
+def update_boundaries(graph: CapturedGraph, update: HostUpdate) -> None:
+    """Queue the one copy that carries boundaries and all other host metadata.
+
+    From pinned memory it does not wait; PyTorch's host allocator keeps the block until the copy,
+    recorded on the current stream, has run.
+    """
+    packed, block = graph.request.packed, update.block
+    size = block.numel()
+    (packed if packed.numel() == size else packed[:size]).copy_(block, non_blocking=True)
