@@ -15,7 +15,7 @@ import torch
 
 from graphhal.data_parallel import DataParallelEncoder
 from graphhal.discovery import open_platform
-from graphhal.errors import GraphhalError, NoPlatformError, SettingsError
+from graphhal.errors import GraphhalError, InputError, NoPlatformError, SettingsError
 from graphhal.peers import DistributedPeers, Peers
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
@@ -239,7 +239,14 @@ class EncoderGraphExecutor:
         if served is None:
             self._count(mm_kwargs, refusal or "no encoder takes these inputs")
             return None
-        outputs = served.encode(mm_kwargs)
+        try:
+            outputs = served.encode(mm_kwargs)
+        except InputError as error:
+            if served.encoder.raises:
+                raise
+            log.debug("%s: %s", served.encoder.name, error)
+            self._count(mm_kwargs, "inputs that the adapter does not know")
+            return None
         if self._reporter.due():
             self._reporter.served(self.stats())
         return outputs

@@ -14,6 +14,7 @@ name it was imported, gets graphhal's executor, or vLLM's own manager where grap
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -42,15 +43,21 @@ def register() -> None:
             _imported(module)
 
 
-def install() -> None:
+def install(vllm_config: Any = None) -> None:
     """Serve encoder graphs of every engine that this process starts from now on.
 
-    Only needed where one process starts several engines, the first of them on the V2 runner
-    without encoder graphs; `register` finds everything else by itself.
+    Only needed where ONE process starts several engines whose options differ, since modules are
+    imported once: the first on the V2 runner without encoder graphs, or without a model in
+    `vllm_models` that a later one names. `register` finds everything else by itself.
+
+    Args:
+        vllm_config: whose `vllm_models` to admit; by default none.
     """
     register()
-    module = __import__(ENCODER_CUDAGRAPH, fromlist=["EncoderCudaGraphManager"])
+    module = import_module(ENCODER_CUDAGRAPH)
     _replace_constructor(module.EncoderCudaGraphManager)
+    if vllm_config is not None:
+        _admit(vllm_config)
 
 
 def config_in_sight() -> Any | None:
@@ -130,9 +137,13 @@ def _imported(module: ModuleType) -> None:
     if module.__name__ == ENCODER_CUDAGRAPH:
         _replace_constructor(module.EncoderCudaGraphManager)
     if vllm_config is not None:
-        from graphhal.vllm_worker import towers
+        _admit(vllm_config)
 
-        towers.admit(vllm_config)
+
+def _admit(vllm_config: Any) -> None:
+    from graphhal.vllm_worker import towers
+
+    towers.admit(vllm_config)
 
 
 def _replace_constructor(manager: type) -> None:

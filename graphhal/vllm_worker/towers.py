@@ -38,6 +38,8 @@ OPT_IN: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Classes of models that have no protocol, by the name that opts in."""
 
+_declared: set[type] = set()
+
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
@@ -47,6 +49,7 @@ class Encoder:
         name: for logs.
         modalities: that it serves.
         adapters: one for each path; several only for models whose items take several paths.
+        raises: an `InputError` goes to the caller; else the model's own code judges the input.
         combine: makes the items' outputs from the paths' ones, with (paths, tokens, kwargs); None
             where an item's output is what its only path made.
     """
@@ -54,6 +57,7 @@ class Encoder:
     name: str
     modalities: tuple[str, ...]
     adapters: Mapping[str, EncoderAdapter]
+    raises: bool = False
     combine: (
         Callable[[Mapping[str, torch.Tensor], Sequence[int], Mapping[str, Any]], list[torch.Tensor]]
         | None
@@ -90,7 +94,8 @@ def admit(vllm_config: Any) -> None:
 def _declare(model_class: type) -> None:
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 
-    if SupportsEncoderCudaGraph not in getattr(model_class, "__mro__", ()):
+    if model_class not in _declared:
+        _declared.add(model_class)
         SupportsEncoderCudaGraph.register(model_class)
         log.info("graphhal: %s gains encoder graphs (vllm_models)", model_class.__qualname__)
 
@@ -147,7 +152,9 @@ def _protocol_encoder(
         return dialect.postprocess(model, outputs, tokens, mm_kwargs)
 
     plain = len(paths) == 1 and dialect.scatters_only(model)
-    return Encoder(type(model).__name__, modalities, adapters, None if plain else combine)
+    return Encoder(
+        type(model).__name__, modalities, adapters, combine=None if plain else combine
+    )
 
 
 def _own_vision(model: Any, modalities: tuple[str, ...]) -> EncoderAdapter | None:
@@ -265,4 +272,4 @@ def _covo_encoders(model: Any, vllm_config: Any) -> list[Encoder]:
     if not enabled_modalities(("audio",), vllm_config):
         return []
     adapter = VllmCovoAudio(inner.encoder, inner.audio_adapter)
-    return [Encoder(adapter.name, ("audio",), {"default": adapter})]
+    return [Encoder(adapter.name, ("audio",), {"default": adapter}, raises=True)]

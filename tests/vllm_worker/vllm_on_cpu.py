@@ -186,6 +186,7 @@ def audio_group(model: Any, lengths: list[int], seed: int = 2) -> dict[str, Any]
     return {
         "input_audio_features": torch.randn(mel, sum(lengths), generator=generator),
         "audio_feature_lengths": torch.tensor(lengths),
+        "feature_attention_mask": torch.ones(len(lengths), max(lengths), dtype=torch.long),
     }
 
 
@@ -198,6 +199,7 @@ def as_items(modality: str, group: dict[str, Any]) -> list[Any]:
         fields = {
             "input_audio_features": MultiModalFieldConfig.flat_from_sizes("audio", lengths, dim=1),
             "audio_feature_lengths": MultiModalFieldConfig.batched("audio", keep_on_cpu=True),
+            "feature_attention_mask": MultiModalFieldConfig.batched("audio"),
         }
     else:
         pixels, grid = (
