@@ -1,7 +1,7 @@
 """Notices weights that were rebound after capture: a graph reads them by address."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import monotonic
 from typing import Any
 
@@ -14,13 +14,13 @@ FULL_CHECK_SECONDS = 0.02
 
 
 _GET: Callable[[Mapping[str, Any], str], Any] = dict.get  # type: ignore[assignment]
-_Place = tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor]
+_Place = tuple[Mapping[str, Any], str, torch.Tensor | torch.nn.Module]
 
 
 class WeightWatch:
-    """The parameters and buffers of modules, as they were when graphs were captured.
+    """The parameters, buffers and submodules of modules, as they were when graphs were captured.
 
-    In-place updates keep addresses and need no recapture. A tensor that was replaced
+    In-place updates keep addresses and need no recapture. A tensor or module that was replaced
     (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does.
     """
 
@@ -28,12 +28,11 @@ class WeightWatch:
         places: dict[tuple[int, str], _Place] = {}
         for root in modules:
             for module in root.modules():
-                for table in (module._parameters, module._buffers):
-                    for name, tensor in table.items():
-                        if tensor is not None:
-                            places[id(table), name] = (table, name, tensor)
-        found = list(places.values())
-        self._windows = [_Window(found[at : at + WINDOW]) for at in range(0, len(found), WINDOW)]
+                for table in (module._modules, module._parameters, module._buffers):
+                    for name, held in table.items():
+                        if held is not None:
+                            places[id(table), name] = (table, name, held)
+        self._windows = [_Window(part) for part in _windows(places.values())]
         self._next = 0
         self._checked_at = monotonic()
 
@@ -50,15 +49,30 @@ class WeightWatch:
         return self.moved()
 
 
+def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:
+    """The places in order, cut after every `WINDOW` tensors; modules cost next to nothing."""
+    part: list[_Place] = []
+    tensors = 0
+    for place in places:
+        part.append(place)
+        tensors += isinstance(place[2], torch.Tensor)
+        if tensors == WINDOW:
+            yield part
+            part, tensors = [], 0
+    if part:
+        yield part
+
+
 class _Window:
     def __init__(self, places: list[_Place]) -> None:
         self._tables = [table for table, _, _ in places]
         self._names = [name for _, name, _ in places]
-        self._tensors = [tensor for _, _, tensor in places]
+        self._held = [held for _, _, held in places]
+        self._tensors = [held for held in self._held if isinstance(held, torch.Tensor)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def moved(self) -> bool:
         current = map(_GET, self._tables, self._names)
-        if not all(map(operator.is_, current, self._tensors)):
+        if not all(map(operator.is_, current, self._held)):
             return True
         return list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses

@@ -1,0 +1,173 @@
+"""Weights that were rebound after capture are noticed; in-place updates are not held against it."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from graphhal import weights
+from graphhal.weights import WINDOW, WeightWatch
+from tests.toy_encoder import FULL, Tower
+
+
+def tower() -> Tower:
+    return Tower([FULL, FULL], levels=2)
+
+
+def replace_parameter(made: Tower) -> None:
+    made.embed.weight = nn.Parameter(made.embed.weight.detach().clone())
+
+
+def rebind_data(made: Tower) -> None:
+    made.positions.data = made.positions.data.clone()
+
+
+def rebind_nested(made: Tower) -> None:
+    made.blocks[1].qkv.bias.data = made.blocks[1].qkv.bias.data.clone()
+
+
+def replace_buffer(made: Tower) -> None:
+    made.scale = made.scale.clone()
+
+
+def delete_parameter(made: Tower) -> None:
+    del made.mergers[0].weight
+
+
+def unset_parameter(made: Tower) -> None:
+    made.mergers[0].bias = None
+
+
+def replace_module(made: Tower) -> None:
+    made.blocks[0].out = deepcopy(made.blocks[0].out)
+
+
+def replace_list_entry(made: Tower) -> None:
+    made.mergers[1] = deepcopy(made.mergers[1])
+
+
+def remove_module(made: Tower) -> None:
+    del made.blocks[1]
+
+
+def sleep(made: Tower) -> None:
+    made.embed.weight.untyped_storage().resize_(0)
+
+
+def convert(made: Tower) -> None:
+    made.double()
+
+
+REBINDINGS: list[Callable[[Tower], None]] = [
+    replace_parameter,
+    rebind_data,
+    rebind_nested,
+    replace_buffer,
+    delete_parameter,
+    unset_parameter,
+    replace_module,
+    replace_list_entry,
+    remove_module,
+    sleep,
+    convert,
+]
+
+
+@pytest.mark.parametrize("rebind", REBINDINGS, ids=lambda rebind: rebind.__name__)
+def test_rebound_weights_are_noticed(rebind):
+    made = tower()
+    watch = WeightWatch([made])
+    assert not watch.moved()
+    assert not watch.moved_lately()
+    rebind(made)
+    assert watch.moved_lately()
+    assert watch.moved()
+
+
+def update_in_place(made: Tower) -> None:
+    with torch.no_grad():
+        made.embed.weight.add_(1)
+        made.scale.mul_(2)
+
+
+def load_a_state(made: Tower) -> None:
+    made.load_state_dict({name: x + 1 for name, x in made.state_dict().items()})
+
+
+def change_the_mode(made: Tower) -> None:
+    made.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change", [update_in_place, load_a_state, change_the_mode], ids=lambda change: change.__name__
+)
+def test_updates_in_place_keep_the_graphs(change):
+    made = tower()
+    watch = WeightWatch([made])
+    change(made)
+    assert not watch.moved()
+    assert not watch.moved_lately()
+
+
+def test_nothing_to_watch_never_moves():
+    watch = WeightWatch([])
+    assert not watch.moved()
+    assert not watch.moved_lately()
+    assert not WeightWatch([nn.ReLU()]).moved_lately()
+
+
+def test_tied_and_shared_modules_are_watched_once():
+    made = tower()
+    made.mergers[1] = made.mergers[0]
+    watch = WeightWatch([made, made, made.mergers])
+    assert not watch.moved()
+    replace_parameter(made)
+    assert watch.moved()
+
+
+class Many(nn.Module):
+    """More tensors than a request looks at."""
+
+    def __init__(self, windows: int) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.zeros(1) for _ in range(windows * WINDOW))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(weights, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_busy_server_notices_within_as_many_requests_as_windows(clock):
+    made = Many(3)
+    watch = WeightWatch([made])
+    assert not watch.moved_lately()
+    for position in (0, WINDOW, 2 * WINDOW, 3 * WINDOW - 1):
+        made.tensors[position].data = torch.zeros(1)
+        assert any(watch.moved_lately() for _ in range(4))
+        watch = WeightWatch([made])
+
+
+def test_an_idle_server_notices_at_the_first_request(clock):
+    made = Many(3)
+    watch = WeightWatch([made])
+    for position in (0, WINDOW, 3 * WINDOW - 1):
+        made.tensors[position].data = torch.zeros(1)
+        clock[0] += 1.5 * weights.FULL_CHECK_SECONDS
+        assert watch.moved_lately()
+        watch = WeightWatch([made])
+
+
+def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
+    made = Many(4)
+    watch = WeightWatch([made])
+    made.tensors[0].data = torch.zeros(1)
+    watch._next = 0  # the window just looked at
+    clock[0] += weights.FULL_CHECK_SECONDS / 2
+    assert not watch.moved_lately()
+    clock[0] += weights.FULL_CHECK_SECONDS / 2
+    assert watch.moved_lately()
