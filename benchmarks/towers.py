@@ -1,0 +1,291 @@
+"""Eager against graph against bare replay, full-size Qwen3-Omni towers on one accelerator.
+
+    python benchmarks/towers.py [--preset full] [--platform cuda] [--out results.json] [--quick]
+
+Every figure of a row comes from this one process, the three ways in turn. Device time is between
+two events around the whole call, on an idle device; host time is the call itself, without waiting.
+Prints Markdown tables; writes every number as JSON.
+"""
+
+import argparse
+import json
+import platform as host
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from graphhal.discovery import find_adapters, open_platform
+from graphhal.runner import EncoderGraphs
+from graphhal.self_check import Difference
+from graphhal.settings import Settings
+
+IMAGE_TOKENS = (49, 98, 196, 256, 784, 1024, 1600, 4096)
+IMAGE_GROUPS = ((49, 2), (49, 4), (49, 8), (196, 2), (196, 4), (196, 8), (256, 2), (256, 4), (256, 8))
+AUDIO_CHUNKS = (1, 3, 8, 15, 30, 60, 64)
+AUDIO_FRAMES = ((100, 101), (300, 250, 130), (1500,), (3001,), (800, 650), (205, 150), (1500, 3000), (100,) * 8)
+LARGE_ROWS = 6000
+"""Groups of more input rows than this are timed fewer times."""
+
+
+def grid_of(tokens: int) -> tuple[int, int, int]:
+    """(t, h, w) of one image of so many tokens, as square as whole numbers allow."""
+    side = int(tokens**0.5)
+    while tokens % side:
+        side -= 1
+    return (1, 2 * side, 2 * (tokens // side))
+
+
+def image_request(adapter: Any, grids: list[tuple[int, int, int]], seed: int) -> dict[str, Any]:
+    """Random patches for these grids, on the encoder's device."""
+    generator = torch.Generator(adapter.device).manual_seed(seed)
+    rows = sum(t * h * w for t, h, w in grids)
+    shape = (rows, adapter.patch_width)
+    pixels = torch.randn(shape, generator=generator, device=adapter.device, dtype=adapter.dtype)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+
+def audio_request(adapter: Any, frames: tuple[int, ...], seed: int) -> dict[str, Any]:
+    """Random mel features for clips of these lengths, on the encoder's device."""
+    generator = torch.Generator(adapter.device).manual_seed(seed)
+    shape = (adapter.mel, sum(frames))
+    features = torch.randn(shape, generator=generator, device=adapter.device, dtype=adapter.dtype)
+    return {"input_features": features, "feature_lens": torch.tensor(frames)}
+
+
+def timed(calls: dict[str, Callable[[], Any]], repeats: int, warm: int = 3) -> dict[str, Any]:
+    """Median and quartiles of device ms and host µs of each call, in turn."""
+    device: dict[str, list[float]] = {name: [] for name in calls}
+    submit: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(warm + repeats):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            began = perf_counter()
+            kept = call()
+            ended = perf_counter()
+            end.record()
+            torch.cuda.synchronize()
+            del kept
+            if number >= warm:
+                device[name].append(start.elapsed_time(end))
+                submit[name].append((ended - began) * 1e6)
+    return {
+        name: {
+            "device_ms": median(device[name]),
+            "device_ms_low": sorted(device[name])[len(device[name]) // 4],
+            "device_ms_high": sorted(device[name])[(3 * len(device[name])) // 4],
+            "host_us": median(submit[name]),
+        }
+        for name in calls
+    }
+
+
+def row(label: str, graphs: EncoderGraphs, request: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """One line of the table: parity first, then the three timings."""
+    items = graphs.adapter.item_specs(request)
+    before = sum(graphs.statistics.hits.values())
+    found = Difference.between(torch.cat(graphs.run(request)), torch.cat(graphs.run_eager(request)))
+    hit = sum(graphs.statistics.hits.values()) > before
+    group = graphs._group(items)  # the benchmark times the bare replay of the very graph that runs
+    calls: dict[str, Callable[[], Any]] = {
+        "eager": lambda: graphs.run_eager(request),
+        "graph": lambda: graphs.run(request),
+    }
+    keys = [step.entry.capacity.key for step in group.steps if hasattr(step, "entry")]
+    if hit:
+        replays = [step.entry.graph for step in group.steps if hasattr(step, "entry")]
+        calls["replay"] = lambda: [graphs.platform.replay(graph) for graph in replays]
+    if sum(item.rows for item in items) > LARGE_ROWS:
+        repeats = max(5, repeats // 3)
+    figures = timed(calls, repeats)
+    return {
+        "input": label,
+        "tokens": sum(item.tokens for item in items),
+        "keys": [str(key) for key in keys],
+        "exact": all(step.entry.capacity.is_exact_for(step.items) for step in group.steps)
+        if hit
+        else False,
+        "hit": hit,
+        "reason": None if hit else str(group.steps[0].reason),
+        "bit_equal": found.bit_equal,
+        "relative_l2": found.relative_l2,
+        "min_cosine": found.min_cosine,
+        **figures,
+    }
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """A Markdown table of rows."""
+    print(f"\n### {title}\n")
+    print(
+        "| input | tokens | graph | eager ms (host µs) | run ms (host µs) | bare replay ms | × eager "
+        "| run over replay | parity |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for r in rows:
+        replay = r.get("replay")
+        over = "–"
+        if replay:
+            extra = r["graph"]["device_ms"] - replay["device_ms"]
+            over = f"{extra:+.3f} ms, {100 * extra / replay['device_ms']:+.1f} %"
+        parity = (
+            "bit-equal" if r["bit_equal"] else f"{r['relative_l2']:.1e}, cos {r['min_cosine']:.4f}"
+        )
+        key = r["keys"][0].split("[")[-1].rstrip("]") if r["keys"] else f"miss: {r['reason']}"
+        print(
+            f"| {r['input']} | {r['tokens']} | {key}{' exact' if r['exact'] else ''} "
+            f"| {r['eager']['device_ms']:.2f} ({r['eager']['host_us']:.0f}) "
+            f"| {r['graph']['device_ms']:.3f} ({r['graph']['host_us']:.0f}) "
+            f"| {replay['device_ms']:.3f} " if replay else
+            f"| {r['input']} | {r['tokens']} | {key} "
+            f"| {r['eager']['device_ms']:.2f} ({r['eager']['host_us']:.0f}) "
+            f"| {r['graph']['device_ms']:.3f} ({r['graph']['host_us']:.0f}) | – ",
+            end="",
+        )
+        print(f"| {r['eager']['device_ms'] / r['graph']['device_ms']:.2f} | {over} | {parity} |")
+
+
+def build(tower: str, args: argparse.Namespace) -> Any:
+    """The tower's adapter with seeded random weights."""
+    factory = next(f for f in find_adapters() if f.name == tower)
+    return factory.build(args.preset, torch.device(args.device), torch.bfloat16, 0)
+
+
+def free() -> int:
+    """Free device bytes, after everything settled."""
+    import gc
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def ladder_memory(adapter: Any, active: Any, settings: Settings) -> dict[str, Any]:
+    """Free-memory difference of a whole ladder, and of its largest graph alone."""
+    result: dict[str, Any] = {}
+    for name in ("warm", "largest", "ladder"):
+        graphs = EncoderGraphs(adapter, active, settings)
+        keys = None
+        if name != "ladder":
+            keys = [max(graphs.ladder(), key=lambda c: c.rows).key]
+        before = free()
+        report = graphs.capture(keys=keys)
+        taken = before - free()
+        if name != "warm":
+            result[name] = {
+                "graphs": len(report.captured),
+                "dropped": [f"{d.key}: {d.reason}" for d in report.dropped],
+                "free_difference_mib": taken / 2**20,
+                "reported_mib": report.num_bytes / 2**20,
+                "capture_s": report.seconds,
+                "self_check_s": report.self_check_seconds,
+            }
+        graphs.clear()
+        del graphs
+    return result
+
+
+def main() -> int:
+    """Run everything and print the tables; 1 where a row disagrees beyond bf16's 2e-2."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="full")
+    parser.add_argument("--platform", default="cuda")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="a few rows only")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    active = open_platform(args.platform)
+    machine = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": host.python_version(),
+        "date": date.today().isoformat(),
+        "preset": args.preset,
+    }
+    print(json.dumps(machine))
+    results: dict[str, Any] = {"machine": machine}
+
+    vision = build("qwen3_omni_vision", args)
+    vision.modalities = ("image",)
+    dense = Settings()
+    results["image_memory"] = ladder_memory(vision, active, dense)
+    exact = Settings(token_budgets=sorted({*IMAGE_TOKENS, *(t * n for t, n in IMAGE_GROUPS)}))
+    sizes = IMAGE_TOKENS[:3] if args.quick else IMAGE_TOKENS
+    groups = IMAGE_GROUPS[:3] if args.quick else IMAGE_GROUPS
+    for title, settings in (
+        ("images, exact budgets", exact),
+        ("images, default dense ladder", dense),
+        ("images, default dense ladder, policy measured", Settings(policy="measured")),
+    ):
+        graphs = EncoderGraphs(vision, active, settings)
+        report = graphs.capture()
+        print(
+            f"\n{title}: {len(report.captured)} graphs in {report.seconds:.1f} s, self-check "
+            f"{report.self_check_seconds:.1f} s, {report.num_bytes / 2**20:.0f} MiB, dropped: "
+            f"{[f'{d.key}: {d.reason}' for d in report.dropped]}"
+        )
+        rows = [
+            row(f"{t} tokens", graphs, image_request(vision, [grid_of(t)], t), args.repeats)
+            for t in sizes
+        ] + [
+            row(f"{n} × {t} tokens", graphs, image_request(vision, [grid_of(t)] * n, t), args.repeats)
+            for t, n in groups
+        ]
+        show(title, rows)
+        results[title] = {"rows": rows, "capture": report.as_dict()}
+        graphs.clear()
+        del graphs
+    del vision
+
+    audio = build("qwen3_omni_audio", args)
+    results["audio_memory"] = ladder_memory(audio, active, Settings())
+    for title, settings in (
+        ("audio, 64 chunk counts", Settings()),
+        ("audio, policy measured", Settings(policy="measured")),
+    ):
+        graphs = EncoderGraphs(audio, active, settings)
+        report = graphs.capture()
+        print(
+            f"\n{title}: {len(report.captured)} graphs in {report.seconds:.1f} s, self-check "
+            f"{report.self_check_seconds:.1f} s, {report.num_bytes / 2**20:.0f} MiB, dropped: "
+            f"{[f'{d.key}: {d.reason}' for d in report.dropped]}"
+        )
+        chunks = AUDIO_CHUNKS[:3] if args.quick else AUDIO_CHUNKS
+        clips = AUDIO_FRAMES[:3] if args.quick else AUDIO_FRAMES
+        rows = [
+            row(f"{c} chunks", graphs, audio_request(audio, (c * audio.width,), c), args.repeats)
+            for c in chunks
+        ] + [
+            row(f"frames {'+'.join(map(str, f))}", graphs, audio_request(audio, f, 7), args.repeats)
+            for f in clips
+        ]
+        show(title, rows)
+        results[title] = {"rows": rows, "capture": report.as_dict()}
+        graphs.clear()
+        del graphs
+    print("\n### memory\n\n| ladder | graphs | MiB by free memory | MiB reported | capture s |")
+    print("|---|---|---|---|---|")
+    for name in ("image_memory", "audio_memory"):
+        for which, m in results[name].items():
+            print(
+                f"| {name.split('_')[0]}, {which} | {m['graphs']} | {m['free_difference_mib']:.0f} "
+                f"| {m['reported_mib']:.0f} | {m['capture_s']:.1f} |"
+            )
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1))
+    worst = max(r["relative_l2"] for t in results.values() if "rows" in t for r in t["rows"])
+    print(f"\nworst relative L2: {worst:.2e}")
+    return 0 if worst <= 2e-2 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
