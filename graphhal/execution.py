@@ -150,6 +150,7 @@ class Execution:
         exact = Capacity.of(items, GraphKey(adapter.name, adapter.path(items[0]), 0))
         layout = Layout(adapter.buffers(exact))
         update = self._host_update(exact, layout, items)
+        self._on_device = None  # a platform may keep the boundaries of the step it entered last
         inputs: dict[str, torch.Tensor] = {}
         entered = self._platform.step("eager", None, inputs, update.boundaries)
         with entered or nullcontext(_PlainScope(adapter.device)) as scope, torch.no_grad():

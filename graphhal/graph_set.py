@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -130,10 +130,10 @@ class GraphSet:
         ]
         total = len(left)
         while left:
-            if self.arena is None:
-                self.arena = self._allocate(left, output)
+            problem = self._make_arena(left, output)
             capacity, layout = left.pop(0)
-            problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
+            if self.arena is not None:
+                problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
             problem = self._agreed(capacity.key, problem, report)
             if problem is not None:
                 report.dropped.append(Dropped(capacity.key, str(problem)))
@@ -175,11 +175,31 @@ class GraphSet:
         ladder: Sequence[Capacity],
         output: torch.Tensor,
         stage: Stage,
-    ) -> list[CaptureRequest]:
-        """Capture requests of a ladder, largest first, over one arena; for a memory profile."""
+    ) -> tuple[list[CaptureRequest], int]:
+        """For a memory profile: capture requests of a ladder, largest first, over one arena, and
+        the bytes of that arena, which a profile of the requests does not see."""
         planned = [(c, Layout(self._adapter.buffers(c))) for c in _largest_first(ladder)]
         arena = self._allocate(planned, output)
-        return [self._request(capacity, layout, arena, stage) for capacity, layout in planned]
+        requests = [self._staged_late(each, arena, stage) for each in planned]
+        return requests, arena.num_bytes
+
+    def _staged_late(
+        self, planned: tuple[Capacity, Layout], arena: Arena, stage: Stage
+    ) -> CaptureRequest:
+        """A request that stages its example again in its first warm-up: until then the requests
+        made after it have left theirs in the shared arena."""
+        capacity, layout = planned
+        request = self._request(capacity, layout, arena, stage)
+        staged = False
+
+        def forward() -> None:
+            nonlocal staged
+            if not staged:
+                stage(capacity, layout, request.inputs, request.packed)
+                staged = True
+            request.forward()
+
+        return replace(request, forward=forward, warmups=max(2, request.warmups))
 
     def _try(
         self,
@@ -235,13 +255,27 @@ class GraphSet:
             self.arena = None
             self._pool = None
 
+    def _make_arena(
+        self, planned: Sequence[tuple[Capacity, Layout]], output: torch.Tensor
+    ) -> CaptureError | None:
+        """Allocate the arenas where none are; the reason where the largest graph's do not fit."""
+        try:
+            if self.arena is None:
+                self.arena = self._allocate(planned, output)
+        except torch.OutOfMemoryError as error:
+            return ResourceExhaustedError(f"out of memory for its inputs and outputs: {error}")
+        return None
+
     def _allocate(self, planned: Sequence[tuple[Capacity, Layout]], output: torch.Tensor) -> Arena:
         tokens = max(capacity.tokens for capacity, _ in planned)
+        device = self._adapter.device
+        with torch.inference_mode(False):  # as in Arena
+            static = torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=device)
         return Arena(
-            self._adapter.device,
+            device,
             max(layout.bulk_bytes for _, layout in planned),
             max(layout.packed_bytes for _, layout in planned),
-            torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=self._adapter.device),
+            static,
         )
 
     def _request(

@@ -209,6 +209,7 @@ class Planner:
         exact_only: replay only where a graph leaves no padding row.
         allow_empty: whether the platform's kernel takes empty sequences.
         costs: needed by `measured`.
+        without: why items miss where their path has no graph.
     """
 
     def __init__(
@@ -220,6 +221,7 @@ class Planner:
         exact_only: bool = False,
         allow_empty: bool = True,
         costs: CostTable | None = None,
+        without: MissReason = MissReason.NO_GRAPHS,
     ) -> None:
         self._ladders: dict[str, list[Capacity]] = {}
         for capacity in sorted(capacities, key=lambda c: (c.rows, c.tokens, c.key)):
@@ -230,6 +232,7 @@ class Planner:
         self._exact_only = exact_only
         self._allow_empty = allow_empty
         self._costs = costs or CostTable()
+        self._without = without
 
     def plan(self, items: Sequence[ItemSpec]) -> Plan:
         """Cover the items exactly once, cheapest first where costs are known."""
@@ -266,7 +269,7 @@ class Planner:
         self, ladder: Sequence[Capacity], items: Sequence[ItemSpec]
     ) -> Capacity | MissReason:
         """The smallest graph that holds the items, or why the largest one does not."""
-        reason = MissReason.NO_GRAPHS
+        reason = self._without
         for capacity in ladder:
             misfit = capacity.misfit(items, self._allow_empty)
             if misfit is None and self._exact_only and not capacity.is_exact_for(items):

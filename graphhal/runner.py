@@ -3,7 +3,7 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 from time import perf_counter
 from typing import Any
@@ -12,13 +12,14 @@ import torch
 
 from graphhal import cost, self_check
 from graphhal.adapter import EncoderAdapter
+from graphhal.cost_table import CostTable
 from graphhal.errors import AdapterError, CaptureError, ReplayError
 from graphhal.execution import Execution, GroupOutput, OuterCaptureError, PreparedReplay
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
 from graphhal.items import ItemSpec
 from graphhal.outputs import split_items, token_starts
 from graphhal.peers import Peers
-from graphhal.plan import Capacity, CostTable, Eager, GraphKey, MissReason, Planner
+from graphhal.plan import Capacity, Eager, GraphKey, MissReason, Planner
 from graphhal.platform import MemoryProfile, Platform
 from graphhal.settings import Policy, Settings
 from graphhal.stats import Statistics
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 PREPARED_BYTES = 64 * 2**20
 """Host bytes of packed blocks that are kept for groups whose sizes come again."""
+PREPARED_GROUPS = 4096
+"""Groups whose plan is kept, eager ones included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,19 @@ class EncoderGraphs:
         self._watch: WeightWatch | None = None
         self._costs: CostTable | None = None
         self._output_kind: tuple[int, torch.dtype] | None = None
-        self._dropped: dict[GraphKey, str] = {}
         self._plan_with_graphs()
 
     def ladder(self) -> tuple[Capacity, ...]:
-        """Every graph that these settings ask for, captured or not."""
-        return tuple(self.adapter.capacities(self.settings))
+        """Every graph that these settings ask for, captured or not.
+
+        Raises:
+            AdapterError: two capacities of the adapter have one key.
+        """
+        ladder = tuple(self.adapter.capacities(self.settings))
+        if len({capacity.key for capacity in ladder}) < len(ladder):
+            keys = ", ".join(str(capacity.key) for capacity in ladder)
+            raise AdapterError(f"{self.adapter.name}: every capacity needs its own key, got {keys}")
+        return ladder
 
     def capture(
         self, progress: Progress | None = None, keys: Sequence[GraphKey] | None = None
@@ -100,22 +110,16 @@ class EncoderGraphs:
             self.peers.all_have("ladder to capture", [str(capacity.key) for capacity in ladder])
             if not ladder:
                 return self.report
-            self._watch = WeightWatch(self.adapter.modules())
-            report = self._graphs.capture(
-                ladder, self._first_output(ladder), self._execution.example, self._limit(), progress
-            )
-            self._execution.forget()
-            self.report = report
-            self._check(report)
-            if self.settings.policy is Policy.MEASURED:
-                costs = cost.measure(self.adapter, self._execution, self._graphs)
-                self._costs = self.peers.exchange("measured costs", costs)[0]
-            self._dropped = {dropped.key: dropped.reason for dropped in report.dropped}
-            for dropped in report.dropped:
+            try:
+                self._capture(ladder, progress)
+            except BaseException:
+                self.clear()  # half a ladder, unchecked, must not serve
+                raise
+            for dropped in self.report.dropped:
                 log.warning("graph %s is not used: %s", dropped.key, dropped.reason)
-            report.num_bytes = self._graphs.num_bytes
+            self.report.num_bytes = self._graphs.num_bytes
             self._plan_with_graphs()
-            return report
+            return self.report
 
     def run(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Encode a request: by replay where the plan says so, eagerly where it must.
@@ -192,18 +196,21 @@ class EncoderGraphs:
             return self._output_kind
 
     def profile_memory(self) -> MemoryProfile:
-        """What capturing the ladder would take, measured; nothing is kept."""
+        """What capturing the ladder would take, arenas included, measured; nothing is kept."""
         with self._lock:
             ladder = self.ladder()
             if not ladder:
                 return MemoryProfile(0, 0)
             output = self._first_output(ladder)
-            requests = self._graphs.requests(ladder, output, self._execution.example)
-            return self.platform.profile_memory(requests)
+            requests, arenas = self._graphs.requests(ladder, output, self._execution.example)
+            graphs = self.platform.profile_memory(requests)
+            self._execution.forget()
+            return replace(graphs, settled_bytes=graphs.settled_bytes + arenas)
 
     def keys(self) -> list[GraphKey]:
         """Graphs that can be replayed now."""
-        return sorted(self._graphs.entries)
+        with self._lock:
+            return sorted(self._graphs.entries)
 
     def stats(self) -> dict[str, Any]:
         """Counters, graphs and memory as plain data; see `graphhal.stats.Statistics.as_dict`."""
@@ -221,9 +228,7 @@ class EncoderGraphs:
     def drop(self, key: GraphKey, reason: str) -> None:
         """Stop using one graph; its inputs run in a larger one, or eagerly."""
         with self._lock:
-            self._graphs.drop(key)
-            self._dropped[key] = reason
-            self.report.dropped.append(Dropped(key, reason))
+            self._drop(key, reason)
             self._plan_with_graphs()
 
     def clear(self) -> None:
@@ -233,27 +238,40 @@ class EncoderGraphs:
             self._execution.forget()
             self._watch = None
             self._costs = None
-            self._dropped = {}
             self.report = CaptureReport()
             self._plan_with_graphs()
+
+    def _capture(self, ladder: Sequence[Capacity], progress: Progress | None) -> None:
+        try:
+            output = self._first_output(ladder)
+        except CaptureError as error:
+            self.report.dropped = [Dropped(capacity.key, str(error)) for capacity in ladder]
+            return
+        # After the first forward: it may have made what it keeps between calls.
+        self._watch = WeightWatch(self.adapter.modules())
+        self.report = self._graphs.capture(
+            ladder, output, self._execution.example, self._limit(), progress
+        )
+        self._execution.forget()
+        self._check()
+        if self.settings.policy is Policy.MEASURED:
+            self._measure()
 
     def _run(
         self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...], group: _Group
     ) -> list[torch.Tensor]:
         output = GroupOutput(group.starts[-1])
-        missed: dict[int, MissReason] = {}
+        missed: set[int] = set()
         for step in group.steps:
             reason = (
                 step.reason if isinstance(step, Eager) else self._replay(mm_kwargs, step, output)
             )
             if reason is not None:
                 self._execution.eager(mm_kwargs, step.items, group.starts, output)
-                missed.update((item.index, reason) for item in step.items)
+                first_time = {item.index for item in step.items} - missed
+                self.statistics.count_misses((items[i] for i in sorted(first_time)), reason)
+                missed |= first_time
         self.statistics.count_hits(item for item in items if item.index not in missed)
-        for reason in dict.fromkeys(missed.values()):
-            self.statistics.count_misses(
-                [item for item in items if missed.get(item.index) is reason], reason
-            )
         return split_items(output.filled(), group.starts)
 
     def _replay(
@@ -264,8 +282,9 @@ class EncoderGraphs:
             self._weights_moved()
             return MissReason.WEIGHTS_MOVED
         capacity = step.entry.capacity
-        if capacity.key not in self._graphs.entries:
-            return MissReason.REPLAY_FAILED
+        if capacity.key not in self._graphs.entries:  # an earlier step of this group lost it
+            moved = self._without is MissReason.WEIGHTS_MOVED
+            return self._without if moved else MissReason.REPLAY_FAILED
         try:
             self._execution.replay(mm_kwargs, step, output)
         except OuterCaptureError:
@@ -291,8 +310,8 @@ class EncoderGraphs:
         log.warning("%s: %s", self.adapter.name, reason)
         keys = list(self._graphs.entries)
         self.clear()
-        self._dropped = dict.fromkeys(keys, reason)
         self.report.dropped = [Dropped(key, reason) for key in keys]
+        self._plan_with_graphs(MissReason.WEIGHTS_MOVED)
 
     def _group(self, items: tuple[ItemSpec, ...]) -> _Group:
         """How to serve items of these sizes; kept, since sizes come again."""
@@ -314,13 +333,17 @@ class EncoderGraphs:
         num_bytes = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
         group = self._groups[key] = _Group(starts, tuple(steps), num_bytes)
         self._groups_bytes += num_bytes
-        while self._groups_bytes > PREPARED_BYTES and len(self._groups) > 1:
+        while len(self._groups) > 1 and (
+            self._groups_bytes > PREPARED_BYTES or len(self._groups) > PREPARED_GROUPS
+        ):
             self._groups_bytes -= self._groups.popitem(last=False)[1].num_bytes
         return group
 
-    def _plan_with_graphs(self) -> None:
+    def _plan_with_graphs(self, without: MissReason = MissReason.NO_GRAPHS) -> None:
+        """Plan anew; `without` is why items miss where no graph is there."""
         self._groups.clear()
         self._groups_bytes = 0
+        self._without = without
         self._planner = Planner(
             [entry.capacity for entry in self._graphs.entries.values()],
             self.settings.policy,
@@ -329,12 +352,21 @@ class EncoderGraphs:
             exact_only=self.settings.exact_only,
             allow_empty=self.platform.info.allow_empty,
             costs=self._costs,
+            without=without,
         )
 
     def _first_output(self, ladder: Sequence[Capacity]) -> torch.Tensor:
-        """An eager output of the smallest worst case: tells the static output's width and dtype."""
-        smallest = min(ladder, key=lambda c: (c.rows, c.tokens))
-        items = self._execution.fullest(smallest)
+        """An eager output of the smallest worst case: tells the static output's width and dtype.
+
+        Raises:
+            CaptureError: no graph has a worst case that fits.
+        """
+        for capacity in sorted(ladder, key=lambda c: (c.rows, c.tokens)):
+            items = next(self._execution.worst_cases(capacity), None)
+            if items is not None:
+                break
+        else:
+            raise CaptureError(f"no worst case of {self.adapter.name} fits any of its graphs")
         starts = token_starts(items)
         output = GroupOutput(starts[-1])
         self._execution.eager(self.adapter.example(items, seed=0), items, starts, output)
@@ -362,9 +394,10 @@ class EncoderGraphs:
             )
         return int(limit * free())
 
-    def _check(self, report: CaptureReport) -> None:
+    def _check(self) -> None:
         """Drop what disagrees with eager."""
         started = perf_counter()
+        report = self.report
         found = self_check.check(
             self.adapter,
             self._execution,
@@ -375,8 +408,21 @@ class EncoderGraphs:
             self.peers,
         )
         for key, reason in found:
-            self._graphs.drop(key)
-            report.captured = [c for c in report.captured if c.key != key]
-            report.dropped.append(Dropped(key, reason))
+            self._drop(key, reason)
         self._execution.forget()
         report.self_check_seconds = perf_counter() - started
+
+    def _measure(self) -> None:
+        """Time what is left; without costs, the plan replays whatever fits."""
+        try:
+            costs = cost.measure(self.adapter, self._execution, self._graphs)
+        except (ReplayError, OuterCaptureError) as error:
+            log.warning("%s: costs could not be measured: %r", self.adapter.name, error)
+            costs = CostTable()
+        self._costs = self.peers.exchange("measured costs", costs)[0]
+        self._execution.forget()
+
+    def _drop(self, key: GraphKey, reason: str) -> None:
+        self._graphs.drop(key)
+        self.report.captured = [line for line in self.report.captured if line.key != key]
+        self.report.dropped.append(Dropped(key, reason))
