@@ -1,47 +1,65 @@
-"""What replays and eager calls take on this card, measured at start-up for `measured`."""
+"""Measures at start-up what replays and eager calls take on this card, for policy `measured`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from graphhal.adapter import EncoderAdapter
+from graphhal.cost_table import CostTable, Timing
 from graphhal.execution import Execution, GroupOutput
-from graphhal.graph_set import GraphSet
+from graphhal.graph_set import Entry, GraphSet
+from graphhal.items import ItemSpec
 from graphhal.outputs import token_starts
-from graphhal.plan import CostTable, GraphKey
 
-REPEATS = 5
+REPEATS = 3
 """Timed calls of each kind, after one that is not; their median counts."""
+NEARLY_FULL = 0.75
+"""Share of a graph's rows that a case must fill to say what the full graph takes."""
+EAGER_EVERY = 3
+"""Eager calls are measured for one graph in so many: their time changes slowly with size."""
 
 
 def measure(adapter: EncoderAdapter, execution: Execution, graphs: GraphSet) -> CostTable:
-    """Time every graph exactly full, and the eager call of the same items, staging included."""
-    replay_ms: dict[GraphKey, float] = {}
-    eager_ms: dict[str, list[tuple[int, float]]] = {}
-    for entry in graphs.entries.values():
-        items = execution.fullest(entry.capacity)
-        starts = token_starts(items)
-        request = adapter.example(items, seed=2)
-        step = execution.prepare(entry, items, starts)
+    """Time graphs, and eager calls of the same items, with long and with short sequences."""
+    replays: dict[Hashable, tuple[Timing, ...]] = {}
+    eager: dict[str, dict[int, tuple[Timing, ...]]] = {}
+    paths: dict[str, list[Entry]] = {}
+    for entry in sorted(graphs.entries.values(), key=lambda e: e.capacity.rows):
+        paths.setdefault(entry.capacity.key.path, []).append(entry)
+    for path, entries in paths.items():
+        for number, entry in enumerate(entries):
+            cases = _extremes(execution, entry)
+            replays[entry.capacity.key] = tuple(
+                _timing(entry, items, _replay_call(adapter, execution, entry, items))
+                for items in cases
+            )
+            if number % EAGER_EVERY == 0 or number == len(entries) - 1:
+                rows = sum(item.rows for item in cases[0])
+                eager.setdefault(path, {})[rows] = tuple(
+                    _timing(entry, items, _eager_call(adapter, execution, items))
+                    for items in cases
+                    if abs(sum(item.rows for item in items) - rows) <= rows * (1 - NEARLY_FULL)
+                )
+    return CostTable(replays, eager)
 
-        def replay() -> None:
-            execution.forget()
-            execution.replay(request, step, GroupOutput(starts[-1]))  # noqa: B023  (called at once)
 
-        def eager() -> None:
-            execution.eager(request, items, starts, GroupOutput(starts[-1]))  # noqa: B023  (same)
+def _extremes(execution: Execution, entry: Entry) -> list[tuple[ItemSpec, ...]]:
+    """The nearly full cases with the most and the least attention work."""
+    capacity = entry.capacity
+    full = [
+        items
+        for items in execution.worst_cases(capacity)
+        if sum(item.rows for item in items) >= NEARLY_FULL * capacity.rows
+    ] or [execution.fullest(capacity)]
+    heavy = max(full, key=capacity.attention_work)
+    light = min(full, key=capacity.attention_work)
+    return [heavy] if light is heavy else [heavy, light]
 
-        replay_ms[entry.capacity.key] = _median_ms(replay, adapter.device)
-        rows = sum(item.rows for item in items)
-        eager_ms.setdefault(entry.capacity.key.path, []).append(
-            (rows, _median_ms(eager, adapter.device))
-        )
-    return CostTable(replay_ms, {path: tuple(sorted(p)) for path, p in eager_ms.items()})
 
-
-def _median_ms(call: Callable[[], None], device: torch.device) -> float:
+def _timing(entry: Entry, items: Sequence[ItemSpec], call: Callable[[], None]) -> Timing:
+    device = entry.graph.request.device
     times = []
     for _ in range(1 + REPEATS):
         synchronize(device)
@@ -49,7 +67,33 @@ def _median_ms(call: Callable[[], None], device: torch.device) -> float:
         call()
         synchronize(device)
         times.append((perf_counter() - started) * 1e3)
-    return median(times[1:])
+    return Timing(entry.capacity.attention_work(items), median(times[1:]))
+
+
+def _replay_call(
+    adapter: EncoderAdapter, execution: Execution, entry: Entry, items: tuple[ItemSpec, ...]
+) -> Callable[[], None]:
+    starts = token_starts(items)
+    request = adapter.example(items, seed=2)
+    step = execution.prepare(entry, items, starts)
+
+    def call() -> None:
+        execution.forget()
+        execution.replay(request, step, GroupOutput(starts[-1]))
+
+    return call
+
+
+def _eager_call(
+    adapter: EncoderAdapter, execution: Execution, items: tuple[ItemSpec, ...]
+) -> Callable[[], None]:
+    starts = token_starts(items)
+    request = adapter.example(items, seed=2)
+
+    def call() -> None:
+        execution.eager(request, items, starts, GroupOutput(starts[-1]))
+
+    return call
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,15 +1,19 @@
 """Which captured graph holds which items: pure decisions on host integers, no tensors."""
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
 from graphhal.boundaries import Boundaries
+from graphhal.cost_table import CostTable
 from graphhal.errors import BoundariesError
 from graphhal.items import ItemSpec
 from graphhal.settings import Policy
+
+WORTHWHILE = 0.03
+"""Share of the time that another plan must save to replace the smallest graph: repeated timings of
+one replay differ by 1-2 % on an H200, and fewer, fuller graphs round as eager does more often."""
 
 
 class MissReason(StrEnum):
@@ -125,6 +129,15 @@ class Capacity:
             and all(sum(v) == self.sequences[n].rows for n, v in _lengths(items).items())
         )
 
+    def attention_work(self, items: Sequence[ItemSpec]) -> int:
+        """Sum of the squared sequence lengths that attention computes, padding included."""
+        work = 0
+        for name, values in _lengths(items).items():
+            bound = self.sequences[name]
+            whole, rest = divmod(max(0, bound.rows - sum(values)), bound.max_seqlen)
+            work += sum(v * v for v in values) + whole * bound.max_seqlen**2 + rest * rest
+        return work
+
     def boundaries(
         self, items: Sequence[ItemSpec], allow_empty: bool = True
     ) -> Mapping[str, Boundaries]:
@@ -168,34 +181,6 @@ class Plan:
     """Steps that cover every token of a group exactly once."""
 
     steps: tuple[Replay | Eager, ...]
-
-
-@dataclass(frozen=True)
-class CostTable:
-    """Milliseconds measured on this card at start-up.
-
-    Attributes:
-        replay_ms: per graph, one replay with staging and copy-out.
-        eager_ms: per path, (rows, milliseconds) of eager calls, rising rows; between two
-            measurements linear, below them as the smallest (launches cost the same), above them
-            proportional to the largest.
-    """
-
-    replay_ms: Mapping[GraphKey, float] = field(default_factory=dict)
-    eager_ms: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-
-    def eager_cost(self, path: str, rows: int) -> float | None:
-        """Milliseconds that an eager call of `rows` rows is expected to take; None if unknown."""
-        points = self.eager_ms.get(path)
-        if not points:
-            return None
-        at = bisect_left(points, (rows, 0.0))
-        if at == 0:
-            return points[0][1]
-        if at == len(points):
-            return points[-1][1] * rows / points[-1][0]
-        (low, low_ms), (high, high_ms) = points[at - 1], points[at]
-        return low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
 
 
 class Planner:
@@ -344,10 +329,12 @@ class Planner:
         ]
         if len(items) > 1 and not self._exact_only:
             candidates.append(self._split_plan(ladder, items))
-        priced = [
-            (cost, n) for n, p in enumerate(candidates) if (cost := self._cost(p)) is not None
-        ]
-        return self._cheaper(items, candidates[min(priced)[1]] if priced else one)
+        priced = [(cost, plan) for plan in candidates if (cost := self._cost(plan)) is not None]
+        best, best_cost = one, self._cost(one)
+        for cost, plan in priced:
+            if best_cost is None or cost < best_cost * (1 - WORTHWHILE):
+                best, best_cost = plan, cost
+        return self._cheaper(items, best)
 
     def _split_plan(self, ladder: Sequence[Capacity], items: Sequence[ItemSpec]) -> Plan:
         halves = [[item] for item in items]
@@ -365,10 +352,13 @@ class Planner:
         total = 0.0
         for step in plan.steps:
             if isinstance(step, Replay):
-                cost = self._costs.replay_ms.get(step.capacity.key)
+                work = step.capacity.attention_work(step.items)
+                cost = self._costs.replay_ms(step.capacity.key, work)
             else:
                 rows = sum(item.rows for item in step.items)
-                cost = self._costs.eager_cost(self._path_of(step.items[0]), rows)
+                exact = Capacity.of(step.items, GraphKey("", "", 0))
+                work = exact.attention_work(step.items)
+                cost = self._costs.eager_ms(self._path_of(step.items[0]), rows, work)
             if cost is None:
                 return None
             total += cost

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphhal.boundaries import Boundaries
+from graphhal.cost_table import CostTable, Timing
 from graphhal.errors import BoundariesError
 from graphhal.items import ItemSpec
 from graphhal.plan import (
     Capacity,
-    CostTable,
     Eager,
     GraphKey,
     MissReason,
@@ -102,6 +102,14 @@ def groups(draw):
     return tuple(items)
 
 
+def cost_table(replays, eager):
+    """Costs that do not depend on attention work."""
+    return CostTable(
+        {key: (Timing(0, ms),) for key, ms in replays.items()},
+        {path: {rows: (Timing(0, ms),) for rows, ms in points} for path, points in eager.items()},
+    )
+
+
 @st.composite
 def costs(draw, ladder):
     price = st.floats(0.01, 10)
@@ -109,7 +117,7 @@ def costs(draw, ladder):
     points = st.lists(
         st.tuples(st.integers(1, 200), price), max_size=4, unique_by=lambda point: point[0]
     )
-    return CostTable(
+    return cost_table(
         {c.key: draw(price) for c in measured},
         {path: tuple(sorted(draw(points))) for path in ("image", "video")},
     )
@@ -212,7 +220,7 @@ REASONS = {
     MissReason.CHEAPER_EAGER: lambda: planner(
         capacity(8),
         policy=Policy.MEASURED,
-        costs=CostTable({capacity(8).key: 2.0}, {"image": ((16, 1.0),)}),
+        costs=cost_table({capacity(8).key: 2.0}, {"image": ((16, 1.0),)}),
     ).plan(group(8)),
 }
 IN_RUNNER = {MissReason.OUTER_CAPTURE, MissReason.REPLAY_FAILED, MissReason.WEIGHTS_MOVED}
@@ -283,13 +291,13 @@ def test_packed_spreads_and_leaves_one_eager_call():
 
 def test_measured_takes_the_cheapest_graph_even_if_larger():
     ladder = (capacity(4), capacity(8))
-    costs = CostTable({ladder[0].key: 3.0, ladder[1].key: 1.0}, {"image": ((8, 2.0),)})
+    costs = cost_table({ladder[0].key: 3.0, ladder[1].key: 1.0}, {"image": ((8, 2.0),)})
     assert sizes(planner(*ladder, policy=Policy.MEASURED, costs=costs).plan(group(4))) == [(8, [4])]
 
 
 def test_measured_replays_items_one_by_one_where_that_is_cheaper():
     ladder = (capacity(4), capacity(8))
-    costs = CostTable({ladder[0].key: 0.4, ladder[1].key: 1.0}, {"image": ((8, 5.0),)})
+    costs = cost_table({ladder[0].key: 0.4, ladder[1].key: 1.0}, {"image": ((8, 5.0),)})
     plan = planner(*ladder, policy=Policy.MEASURED, costs=costs).plan(group(4, 4))
     assert sizes(plan) == [(4, [4]), (4, [4])]
 
@@ -304,7 +312,7 @@ def test_measured_packs_what_one_graph_does_not_hold_unless_eager_is_cheaper():
         (9.0, [(4, [4]), (4, [4])]),
         (1.0, [(MissReason.CHEAPER_EAGER, [4, 4])]),
     ]:
-        costs = CostTable({graph.key: 1.0}, {"image": ((16, eager_ms),)})
+        costs = cost_table({graph.key: 1.0}, {"image": ((16, eager_ms),)})
         made = planner(graph, policy=Policy.MEASURED, costs=costs)
         assert sizes(made.plan(group(4, 4))) == expected
 
@@ -313,7 +321,7 @@ def test_measured_compares_frame_chunks_with_eager():
     graph = capacity(4, path="video")
     video = group(4, path="video", frames=5)
     for eager_ms, first in [(9.0, 4), (1.0, MissReason.CHEAPER_EAGER)]:
-        costs = CostTable({graph.key: 1.0}, {"video": ((40, eager_ms),)})
+        costs = cost_table({graph.key: 1.0}, {"video": ((40, eager_ms),)})
         made = planner(graph, policy=Policy.MEASURED, costs=costs)
         assert sizes(made.plan(video))[0][0] == first
 
@@ -389,10 +397,10 @@ def test_a_refusal_is_asked_for_each_path():
 
 
 def test_eager_cost_is_linear_between_measurements():
-    costs = CostTable({}, {"image": ((10, 2.0), (20, 4.0), (40, 4.0))})
+    costs = cost_table({}, {"image": ((10, 2.0), (20, 4.0), (40, 4.0))})
     expected = {1: 2.0, 10: 2.0, 15: 3.0, 20: 4.0, 30: 4.0, 40: 4.0, 80: 8.0}
-    assert {rows: costs.eager_cost("image", rows) for rows in expected} == expected
-    assert costs.eager_cost("video", 10) is None
+    assert {rows: costs.eager_ms("image", rows, 0) for rows in expected} == expected
+    assert costs.eager_ms("video", 10, 0) is None
 
 
 @given(
@@ -403,7 +411,7 @@ def test_eager_cost_is_linear_between_measurements():
 )
 def test_eager_cost_lies_between_its_neighbours(points, rows):
     points = sorted(points)
-    cost = CostTable({}, {"image": tuple(points)}).eager_cost("image", rows)
+    cost = cost_table({}, {"image": tuple(points)}).eager_ms("image", rows, 0)
     below = [ms for at, ms in points if at <= rows]
     above = [ms for at, ms in points if at >= rows]
     if below and above:
@@ -439,3 +447,20 @@ def test_an_eager_call_has_exactly_the_items_capacity():
         assert made == Boundaries.from_lengths(n for i in items for n in i.sequences[name])
     assert exact.is_exact_for(items)
     assert exact.misfit(items, allow_empty=False) is None
+
+
+def test_costs_follow_attention_work_at_equal_rows():
+    costs = CostTable(
+        {"key": (Timing(100, 8.0), Timing(10, 2.0))},
+        {"image": {10: (Timing(100, 8.0), Timing(10, 2.0)), 20: (Timing(400, 32.0),)}},
+    )
+    assert [costs.replay_ms("key", work) for work in (1, 10, 55, 100, 1000)] == [2, 2, 5, 8, 8]
+    assert costs.eager_ms("image", 10, 55) == 5.0
+    assert costs.eager_ms("image", 15, 55) == (5.0 + 32.0) / 2
+    assert costs.replay_ms("other", 1) is None
+
+
+def test_measured_keeps_the_smallest_graph_where_another_saves_next_to_nothing():
+    ladder = (capacity(4), capacity(8))
+    costs = cost_table({ladder[0].key: 1.0, ladder[1].key: 0.99}, {})
+    assert sizes(planner(*ladder, policy=Policy.MEASURED, costs=costs).plan(group(4))) == [(4, [4])]

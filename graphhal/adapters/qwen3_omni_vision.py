@@ -361,6 +361,7 @@ class Qwen3OmniVision(EncoderAdapter):
             groups.append([(frames, 1)])
         else:
             groups = [[(1, budget)], [(1, budget - 1)]]
+            groups.append([(1, budget // items)] * items)
             groups += [[(1, 1)] * (items - 1) + [(1, budget - items + 1)], [(1, 1)] * items]
         seen: list[list[tuple[int, int]]] = []
         for group in groups:
