@@ -18,5 +18,11 @@ def graphhal_adapters() -> Sequence[AdapterFactory]:
     from graphhal.adapters.covo_audio import CovoAudioFactory
     from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudioFactory
     from graphhal.adapters.qwen3_omni_vision import Qwen3OmniVisionFactory
+    from graphhal.adapters.siglip import SiglipFactory
 
-    return (Qwen3OmniVisionFactory(), Qwen3OmniAudioFactory(), CovoAudioFactory())
+    return (
+        Qwen3OmniVisionFactory(),
+        Qwen3OmniAudioFactory(),
+        CovoAudioFactory(),
+        SiglipFactory(),
+    )

