@@ -121,7 +121,9 @@ def _stream(
     line: str, environment: dict[str, str], limit: float, emit: Callable[[str], None]
 ) -> tuple[int, str]:
     """Exit status (124: over the limit) and output of one shell line."""
-    process = subprocess.Popen(
+    over = False
+    lines = []
+    with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", line],
         cwd=ROOT,
         env=environment,
@@ -131,26 +133,23 @@ def _stream(
         text=True,
         errors="replace",
         start_new_session=True,
-    )
-    over = False
+    ) as process:
 
-    def stop(*_: object) -> None:
-        nonlocal over
-        over = True
-        os.killpg(process.pid, signal.SIGKILL)
+        def stop(*_: object) -> None:
+            nonlocal over
+            over = True
+            os.killpg(process.pid, signal.SIGKILL)
 
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(limit, 1))
-    lines = []
-    try:
-        if process.stdout is not None:
-            for text in process.stdout:
+        previous = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, max(limit, 1))
+        try:
+            for text in process.stdout or ():
                 lines.append(text)
                 emit(text.rstrip("\n"))
-        status = process.wait()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+            status = process.wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
     return (124 if over else status), "".join(lines)
 
 

@@ -5,16 +5,18 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from graphhal import hookspecs
-from graphhal.adapter import AdapterFactory
 from graphhal.errors import NoPlatformError, PluginError
 from graphhal.hookspecs import PROJECT
 from graphhal.platform import Platform, PlatformInfo, Unavailable
 from graphhal.settings import Settings
+
+if TYPE_CHECKING:
+    from graphhal.adapter import AdapterFactory
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ def open_platform(name: str | None = None, settings: Settings | None = None) -> 
     return _bind(chosen)
 
 
-def find_adapters(settings: Settings | None = None) -> list[AdapterFactory]:
+def find_adapters(settings: Settings | None = None) -> "list[AdapterFactory]":
     """The adapters that installed plugins add; a broken plugin is reported and skipped."""
     factories: dict[str, AdapterFactory] = {}
     for found in _load(ADAPTER_GROUP, settings or Settings()):

@@ -21,6 +21,10 @@ from graphhal.cli.screen import fail
 from graphhal.errors import GraphhalError, SettingsError
 
 
+OPTIONAL = ("torch", "transformers", "matplotlib", "PIL", "soundfile", "scipy", "skimage")
+"""Packages that a bare installation lacks: what the extra `bench` brings."""
+
+
 class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -29,6 +33,13 @@ class _Group(TyperGroup):
             raise fail(str(error), status=2) from error
         except GraphhalError as error:
             raise fail(str(error)) from error
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in OPTIONAL:
+                raise
+            raise fail(
+                f"the package {package} is not installed; this command needs graphhal[bench]"
+            ) from error
 
 
 app = typer.Typer(
