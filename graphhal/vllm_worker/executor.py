@@ -21,7 +21,7 @@ from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, memory, touched, towers
-from graphhal.vllm_worker.limits import merged
+from graphhal.vllm_worker.limits import merged, most_tokens
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
 from graphhal.vllm_worker.protocol_adapter import RefusedError
@@ -189,7 +189,12 @@ class EncoderGraphExecutor:
         if not found:
             return
         limit = memory.limit_bytes(self._vllm_config, model, self.settings, platform)
-        settings = self.settings.model_copy(update={"memory_limit": limit})
+        settings = self.settings.model_copy(
+            update={
+                "memory_limit": limit,
+                "max_tokens": most_tokens(self.settings, self._vllm_config),
+            }
+        )
         peers, group = _ranks(self._vllm_config)
         for encoder in found:
             try:

@@ -90,12 +90,19 @@ def limits_of(settings: Settings, vllm_config: Any, model: Any) -> Limits:
     low, high = 1, settings.max_tokens
     if settings.token_budgets is None:
         low, high = (int(n) for n in model.get_encoder_cudagraph_budget_range(vllm_config))
-        if not 0 < low <= high:
+        if low < 1 or high < 1:
             raise SettingsError(f"{type(model).__name__} names the budget range {low} to {high}")
-        high = max(low, min(high, settings.max_tokens))
+        high = min(high, settings.max_tokens)
+        low = min(low, high)
     else:
         low, high = settings.token_budgets[0], settings.token_budgets[-1]
     return Limits(settings.token_budgets, low, high, settings.max_items, frames_of(settings, vllm_config))
+
+
+def most_tokens(settings: Settings, vllm_config: Any) -> int:
+    """Largest budget of a chosen ladder: no group is larger than what one step may schedule."""
+    scheduled = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None)
+    return min(settings.max_tokens, scheduled) if scheduled else settings.max_tokens
 
 
 def frames_of(settings: Settings, vllm_config: Any) -> int:

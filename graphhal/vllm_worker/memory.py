@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graphhal.errors import SettingsError
 from graphhal.plan import GraphKey
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
@@ -35,9 +36,9 @@ _profiled: "weakref.WeakKeyDictionary[Any, _Profile]" = weakref.WeakKeyDictionar
 class _Profile:
     """What was found for a model before its KV cache was sized."""
 
-    def __init__(self, estimate: int) -> None:
-        self.estimate = estimate
-        self.limits: dict[str, int] = {}
+    def __init__(self) -> None:
+        self.estimate = 0
+        self.limit: int | None = None
 
 
 def is_profiling() -> bool:
@@ -50,27 +51,37 @@ def is_profiling() -> bool:
     return False
 
 
-def limit_bytes(
-    vllm_config: Any, model: Any, settings: Settings, platform: Platform
-) -> int | float | None:
+def limit_bytes(vllm_config: Any, model: Any, settings: Settings, platform: Platform) -> int | None:
     """The memory limit of all graphs of a model: the operator's, else a share of the KV cache's.
 
     By default at most `SHARE_OF_KV` of what would be left for the KV cache, and never so much that
-    one request of `max_model_len` no longer fits. None where free memory cannot be known.
+    one request of `max_model_len` no longer fits. Found once for a model, before its KV cache takes
+    the memory. None where free memory cannot be known.
+
+    Raises:
+        SettingsError: the limit is a fraction, and the platform cannot say of what.
     """
-    if "memory_limit" in settings.model_fields_set and settings.memory_limit is not None:
-        return settings.memory_limit
+    limit = settings.memory_limit
+    if isinstance(limit, int):
+        return limit
     if platform.info.free_bytes is None:
+        if limit is not None:
+            raise SettingsError(
+                f"memory_limit is a fraction, but platform {platform.info.name} cannot say how "
+                "much memory is free; set bytes"
+            )
         return None
-    key = model
-    known = _profiled.get(key)
-    if known is not None and "limit" in known.limits:
-        return known.limits["limit"]
-    room = _kv_room(vllm_config, platform.info.free_bytes())
+    profile = _profiled.setdefault(model, _Profile())
+    if profile.limit is None:
+        free = platform.info.free_bytes()
+        profile.limit = _share(vllm_config, free) if limit is None else int(limit * free)
+    return profile.limit
+
+
+def _share(vllm_config: Any, free: int) -> int:
+    room = _kv_room(vllm_config, free)
     one_request = request_bytes(vllm_config)
     limit = max(0, min(int(SHARE_OF_KV * room), room - one_request))
-    profile = _profiled.setdefault(key, _Profile(0))
-    profile.limits["limit"] = limit
     log.info(
         "graphhal: graphs may take %.0f MiB: %.0f MiB would be left for the KV cache, one request "
         "of %s tokens takes %.0f MiB",
@@ -118,7 +129,7 @@ def sample(model: Any, encoders: Sequence[EncoderGraphs]) -> torch.Tensor | None
         taken, rest = _sample_one(graphs)
         estimate += taken + rest
         held += rest
-    _profiled.setdefault(model, _Profile(0)).estimate = estimate
+    _profiled.setdefault(model, _Profile()).estimate = estimate
     log.info("graphhal: encoder graphs are expected to take %.0f MiB", estimate / 2**20)
     if not held or not encoders:
         return None

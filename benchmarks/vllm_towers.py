@@ -1,0 +1,448 @@
+#!/usr/bin/env python3
+"""vLLM's own encoder-graph manager against graphhal, in one process, taking turns.
+
+    python benchmarks/vllm_towers.py --backend FLASH_ATTN [--out FILE.json]
+    python benchmarks/vllm_towers.py --dry      # a small tower on a CPU, graphs by stand-ins
+
+The full-size Qwen3-VL vision tower with random weights, bfloat16. Contestants:
+`peer 2^k`: vLLM's manager with its own ladder; `peer exact`: vLLM's manager with a budget for every
+group; `protocol`: graphhal through the generic protocol; `own`: graphhal's own adapter.
+Device time is between two events around the call, host time is until the call returns.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--backend", default="FLASH_ATTN")
+parser.add_argument("--dry", action="store_true")
+parser.add_argument("--rounds", type=int, default=15)
+parser.add_argument("--images", default="1,2,4,8")
+parser.add_argument("--sides", default="7,10,14,20,28", help="tokens of a picture: side x side")
+parser.add_argument("--top", type=int, default=8192, help="largest budget of both ladders")
+parser.add_argument("--omni", action="store_true", help="also the Omni thinker's towers, eager and own")
+parser.add_argument("--out", default="")
+A = parser.parse_args()
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+if A.dry:
+    os.environ.update(VLLM_TARGET_DEVICE="cpu", TORCHDYNAMO_DISABLE="1", GRAPHHAL_PLATFORM="cpu")
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci" / "vllm_shim"))
+    import torchvision_schemas  # noqa: F401
+
+import torch  # noqa: E402
+
+
+class StandInGraph:
+    """Replays by calling the captured function again, as a device graph re-runs its kernels."""
+
+    def bind(self, model: Any, metadata: Any) -> None:
+        self.replay = lambda: metadata.output_buffer.copy_(
+            model.encoder_cudagraph_forward(dict(metadata.input_buffers))
+        )
+
+
+if A.dry:
+    torch.cuda.CUDAGraph = StandInGraph  # type: ignore[assignment,misc]
+    torch.cuda.graph = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment,misc]
+
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config.multimodal import MultiModalConfig  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.forward_context import set_forward_context  # noqa: E402
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager  # noqa: E402
+
+from graphhal.vllm_worker import executor, plugin  # noqa: E402
+
+if A.dry:
+    from vllm.model_executor.layers.attention import mm_encoder_attention
+    from vllm.v1.attention.ops.vit_attn_wrappers import apply_sdpa
+
+    @torch.library.custom_op("graphhal_dry_run::sdpa_with_tail", mutates_args=())
+    def sdpa_with_tail(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None,
+        cu_seqlens: torch.Tensor, enable_gqa: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """vLLM's CPU attention refuses the rows past the last end that its manager leaves there."""
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        lengths.append(q.shape[1] - sum(lengths))
+        parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
+        done = [apply_sdpa(*part, scale=scale, enable_gqa=enable_gqa) for part in parts]
+        return torch.cat(done, dim=1)
+
+    def attention(q: Any, k: Any, v: Any, scale: Any, cu_seqlens: Any, enable_gqa: Any) -> Any:
+        return sdpa_with_tail(q, k, v, scale, cu_seqlens, enable_gqa)
+
+    mm_encoder_attention.vit_torch_sdpa_wrapper = attention
+
+DEVICE = torch.device("cpu" if A.dry else "cuda")
+DTYPE = torch.float32 if A.dry else torch.bfloat16
+TOWER: dict[str, Any] = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 2048,
+    "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
+}  # fmt: skip
+if A.dry:
+    TOWER |= {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+              "out_hidden_size": 48, "deepstack_visual_indexes": [0, 1]}  # fmt: skip
+    A.sides, A.images, A.rounds, A.top = "2,4", "1,2", 2, 64
+
+
+def synchronize() -> None:
+    if not A.dry:
+        torch.cuda.synchronize()
+
+
+def free_bytes() -> int:
+    synchronize()
+    return 0 if A.dry else int(torch.cuda.mem_get_info()[0])
+
+
+@contextlib.contextmanager
+def engine(**options: Any) -> Iterator[Any]:
+    config = VllmConfig()
+    multimodal = MultiModalConfig(limit_per_prompt={"video": 0, "image": 8, "audio": 8})
+    if not A.dry:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        multimodal.mm_encoder_attn_backend = AttentionBackendEnum[A.backend]
+    config.model_config = types.SimpleNamespace(
+        multimodal_config=multimodal, dtype=DTYPE, max_model_len=A.top, is_multimodal_model=True,
+        enforce_eager=False, model="local", hf_config=None, is_diffusion=False,
+        is_encoder_decoder=False, is_moe=False,
+    )  # fmt: skip
+    config.scheduler_config.max_num_batched_tokens = A.top
+    config.compilation_config.cudagraph_mm_encoder = True
+    from vllm.config.compilation import CUDAGraphMode
+
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    with set_current_vllm_config(config), set_forward_context(None, config):
+        yield config
+
+
+def filled(make: Callable[[], Any]) -> Any:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPE)
+    try:
+        with torch.device(DEVICE):
+            module = make()
+    finally:
+        torch.set_default_dtype(old)
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.02, generator=generator)
+        for part in module.modules():
+            if isinstance(part, torch.nn.LayerNorm):
+                part.weight.fill_(1)
+                part.bias.zero_()
+    for part in module.modules():
+        if hasattr(part, "quant_method"):
+            part.quant_method.process_weights_after_loading(part)
+    return module.eval().to(DEVICE)
+
+
+def light(model_class: type, config: Any, **parts: Any) -> Any:
+    """A model with its towers alone; every method is vLLM's own."""
+    model: Any = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    for name, part in parts.items():
+        setattr(model, name, part)
+    model.is_multimodal_pruning_enabled = False
+    model.model_config = config.model_config
+    model.multimodal_config = config.model_config.multimodal_config
+    model.vllm_config = config
+    model.get_max_frames_per_video = lambda: 1
+    return model
+
+
+def qwen3_vl(config: Any) -> Any:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from vllm.model_executor.models.qwen3_vl import (
+        Qwen3_VisionTransformer,
+        Qwen3VLForConditionalGeneration,
+    )
+
+    visual = filled(lambda: Qwen3_VisionTransformer(Qwen3VLVisionConfig(**TOWER)))
+    return light(Qwen3VLForConditionalGeneration, config, visual=visual)
+
+
+def thinker(config: Any) -> Any:
+    from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs
+    from vllm.model_executor.models import qwen3_omni_moe_thinker as module
+
+    vision = configs.Qwen3OmniMoeVisionEncoderConfig(**TOWER)
+    vision.image_size, vision.apply_vit_abs_pos_embed = 768, True
+    small = {"encoder_layers": 2, "d_model": 64, "encoder_attention_heads": 4,
+             "encoder_ffn_dim": 128, "downsample_hidden_size": 16} if A.dry else {}  # fmt: skip
+    audio = configs.Qwen3OmniMoeAudioEncoderConfig(output_dim=2048, **small)
+    return light(
+        module.Qwen3OmniMoeThinkerForConditionalGeneration, config,
+        visual=filled(lambda: module.Qwen3Omni_VisionTransformer(vision)),
+        audio_tower=filled(lambda: module.Qwen3OmniMoeAudioEncoder(audio)),
+    )  # fmt: skip
+
+
+def pictures(sides: list[int]) -> dict[str, Any]:
+    grids = [[1, 2 * side, 2 * side] for side in sides]
+    width = 3 * TOWER.get("temporal_patch_size", 2) * TOWER["patch_size"] ** 2
+    rows = sum(h * w for _, h, w in grids)
+    pixels = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+
+def clips(seconds: list[float]) -> dict[str, Any]:
+    lengths = [int(100 * s) for s in seconds]
+    features = torch.randn(128, sum(lengths), device=DEVICE, dtype=DTYPE)
+    return {
+        "input_audio_features": features,
+        "audio_feature_lengths": torch.tensor(lengths),
+        "feature_attention_mask": torch.ones(len(lengths), max(lengths), dtype=torch.long),
+    }
+
+
+def poison_allocator() -> None:
+    """Leave NaN in the memory that the allocator hands out next."""
+    if A.dry:
+        return
+    blocks = [torch.full((n,), float("nan"), device=DEVICE) for n in (2**28, 2**24, 2**20, 2**16)]
+    synchronize()
+    del blocks
+
+
+class Contestant:
+    """Something that encodes a group; captured once, its memory noted."""
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        gc.collect()
+        poison_allocator()
+        if not A.dry:
+            torch.cuda.empty_cache()
+        before, started = free_bytes(), time.perf_counter()
+        self.name, self.manager = name, make()
+        self.mib = (before - free_bytes()) / 2**20
+        self.seconds = time.perf_counter() - started
+
+    def __call__(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        outputs: list[torch.Tensor] | None = self.manager.execute(dict(group))
+        if outputs is None:
+            raise SystemExit(f"{self.name} did not replay: {self.manager.get_cumulative_stats()}")
+        return outputs
+
+
+def captured(manager: Any) -> Any:
+    scope = contextlib.nullcontext() if A.dry else parallel_state.graph_capture(device=DEVICE)
+    pool = None if A.dry else torch.cuda.graph_pool_handle()
+    with scope:
+        manager.capture(pool)
+    for graphs in getattr(manager, "budget_graphs", {}).values():
+        for metadata in graphs.values() if A.dry else ():
+            metadata.graph.bind(manager.model, metadata)
+    synchronize()
+    return manager
+
+
+def peer(config: Any, model: Any, budgets: list[int], items: int) -> Any:
+    compilation = config.compilation_config
+    compilation.encoder_cudagraph_token_budgets = budgets
+    compilation.encoder_cudagraph_max_vision_items_per_batch = items
+    manager: Any = object.__new__(EncoderCudaGraphManager)
+    manager.__init__(config, DEVICE, DTYPE, model)
+    return captured(manager)
+
+
+def ours(config: Any, model: Any, **options: Any) -> Any:
+    compilation = config.compilation_config
+    compilation.encoder_cudagraph_token_budgets = []
+    compilation.encoder_cudagraph_max_vision_items_per_batch = 0
+    limit = {} if A.dry else {"memory_limit": "90%"}
+    config.additional_config = {"graphhal": {"max_tokens": A.top, **limit, **options}}
+    plugin.install(config)
+    manager = executor.build(config, DEVICE, DTYPE, model)
+    if manager is None:
+        raise SystemExit("graphhal declined")
+    return captured(manager)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds: on the device, and on the host until the call returned."""
+    if A.dry:
+        started = time.perf_counter()
+        call()
+        took = (time.perf_counter() - started) * 1e3
+        return took, took
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    synchronize()
+    started = time.perf_counter()
+    first.record()
+    call()
+    host = (time.perf_counter() - started) * 1e3
+    last.record()
+    synchronize()
+    return first.elapsed_time(last), host
+
+
+def compare(
+    contestants: list[Contestant], group: dict[str, Any], want: list[torch.Tensor] | None
+) -> dict[str, Any]:
+    """Medians of a group, in alternating order; and how far each output is from eager's."""
+    row: dict[str, Any] = {}
+    for contestant in contestants:
+        poison_allocator()
+        got = contestant(group)
+        for _ in range(2):
+            contestant(group)
+        finite = all(bool(torch.isfinite(part).all()) for part in got)
+        error = 0.0
+        if want is not None:
+            ours_, theirs = torch.cat(got).double(), torch.cat(list(want)).double()
+            error = float((ours_ - theirs).norm() / theirs.norm())
+        row[contestant.name] = {"finite": finite, "l2": error, "device": [], "host": []}
+    for turn in range(A.rounds):
+        order = contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]
+        for contestant in order:
+            device, host = timed(lambda: contestant(group))  # noqa: B023  (called at once)
+            row[contestant.name]["device"].append(device)
+            row[contestant.name]["host"].append(host)
+    for result in row.values():
+        result["device"] = statistics.median(result["device"])
+        result["host"] = statistics.median(result["host"])
+    return row
+
+
+def table(title: str, rows: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
+    width = max(len(name) for name in rows) + 2
+    lines = [f"## {title}", " " * width + "".join(f"{name:>22}" for name in names)]
+    for label, row in rows.items():
+        cells = ""
+        for name in names:
+            cell = row.get(name)
+            if cell is None:
+                cells += " " * 22
+                continue
+            mark = "" if cell["finite"] else " NaN"
+            cells += f"{cell['device']:9.3f}/{cell['host']:.3f} {cell['l2']:.0e}{mark}".rjust(22)
+        lines.append(f"{label:<{width}}{cells}")
+    return lines
+
+
+def totals(rows: dict[str, dict[str, Any]], name: str, other: str, what: str) -> float:
+    both = [row for row in rows.values() if name in row and other in row]
+    return sum(row[name][what] for row in both) / max(sum(row[other][what] for row in both), 1e-9)
+
+
+def main() -> int:
+    sides = [int(side) for side in A.sides.split(",")]
+    counts = [int(count) for count in A.images.split(",")]
+    with engine() as config, torch.inference_mode():
+        model = qwen3_vl(config)
+        ladder = [budget for budget in (2**k for k in range(6, 20)) if budget <= A.top]
+        if A.dry:
+            ladder = [8, 16, 32, 64]
+        own = Contestant("own", lambda: ours(config, model, vllm_adapter="own"))
+        protocol = Contestant("protocol", lambda: ours(config, model, vllm_adapter="protocol"))
+        doubling = Contestant("peer 2^k", lambda: peer(config, model, ladder, min(64, ladder[0])))
+        rows: dict[str, dict[str, Any]] = {}
+        for count in counts:
+            exact_budgets = sorted({count * side * side for side in sides})
+            exact = Contestant("peer exact", lambda: peer(config, model, exact_budgets, count))  # noqa: B023
+            for side in sides:
+                group = pictures([side] * count)
+                want = model.encoder_eager_forward(dict(group)).split([side * side] * count)
+                rows[f"{count} x {side * side}"] = compare(
+                    [exact, doubling, protocol, own], group, want
+                )
+            del exact
+            gc.collect()
+        mixed = [sides[n % len(sides)] for n in range(counts[-1])]
+        group = pictures(mixed)
+        want = model.encoder_eager_forward(dict(group)).split([side * side for side in mixed])
+        rows["mixed sizes"] = compare([doubling, protocol, own], group, want)
+        names = ["peer exact", "peer 2^k", "protocol", "own"]
+        result: dict[str, Any] = {"backend": A.backend, "rows": rows}
+        lines = table(f"{A.backend}: device ms / host ms, relative L2 to eager", rows, names)
+        ratios = {
+            "protocol / peer 2^k, device": totals(rows, "protocol", "peer 2^k", "device"),
+            "protocol / peer exact, device": totals(rows, "protocol", "peer exact", "device"),
+            "worst protocol / best peer, device": max(
+                row["protocol"]["device"] / min(row[n]["device"] for n in names[:2] if n in row)
+                for row in rows.values()
+            ),
+            "own / peer 2^k, device": totals(rows, "own", "peer 2^k", "device"),
+            "own / peer 2^k, host": totals(rows, "own", "peer 2^k", "host"),
+            "own / peer exact at the first size, device": next(iter(rows.values()))["own"]["device"]
+            / next(iter(rows.values()))["peer exact"]["device"],
+            "memory own / peer": own.mib / max(doubling.mib, 1e-9),
+            "memory protocol / peer": protocol.mib / max(doubling.mib, 1e-9),
+        }
+        for each in (doubling, protocol, own):
+            stats = each.manager.get_cumulative_stats()
+            lines.append(
+                f"{each.name}: {each.mib:.0f} MiB, {stats['num_budgets']} graphs, "
+                f"start-up {each.seconds:.1f} s"
+            )
+            result[each.name] = {"mib": each.mib, "seconds": each.seconds, "graphs": stats["num_budgets"],
+                                 "dropped": stats.get("dropped")}  # fmt: skip
+            if stats.get("dropped"):
+                lines.append(f"  dropped: {stats['dropped'][:3]}")
+        lines += [f"{name}: {value:.3f}" for name, value in ratios.items()]
+        result["ratios"] = ratios
+        if A.omni:
+            del own, protocol, doubling, model
+            gc.collect()
+            lines += omni(config, result)
+    if A.out:
+        Path(A.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(A.out).write_text(json.dumps(result, indent=1))
+    print("\n".join(lines), flush=True)
+    return 0
+
+
+def omni(config: Any, result: dict[str, Any]) -> list[str]:
+    """The thinker's towers, which vLLM serves eagerly, with graphhal's adapters."""
+    from graphhal.vllm_worker import towers  # noqa: F401  (opt-in classes are known by now)
+
+    model = thinker(config)
+    graphs = Contestant("own", lambda: ours(config, model, vllm_models="qwen3_omni"))
+    eager = types.SimpleNamespace(
+        execute=lambda group: list(model.embed_multimodal(**group)), get_cumulative_stats=dict
+    )
+    plain = Contestant("eager", lambda: eager)
+    groups = {f"image {side * side}": pictures([side]) for side in ([2, 4] if A.dry else [7, 14, 28])}
+    groups |= {f"audio {s} s": clips([s]) for s in ([2.0] if A.dry else [1.4, 5.0, 15.0, 60.0])}
+    groups["audio 4 clips"] = clips([1.4, 3.0, 5.0, 2.2])
+    rows = {}
+    for label, group in groups.items():
+        rows[label] = compare([plain, graphs], group, list(model.embed_multimodal(**group)))
+    stats = graphs.manager.get_cumulative_stats()
+    result["omni"] = {"rows": rows, "mib": graphs.mib, "graphs": stats["num_budgets"]}
+    lines = table(f"{A.backend}: Qwen3-Omni thinker, device ms / host ms", rows, ["eager", "own"])
+    lines.append(f"own: {graphs.mib:.0f} MiB, {stats['num_budgets']} graphs, {graphs.seconds:.1f} s")
+    return lines
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        with set_current_vllm_config(VllmConfig()):
+            parallel_state.init_distributed_environment(
+                world_size=1, rank=0, local_rank=0, backend="gloo",
+                distributed_init_method=f"file://{folder}/rendezvous",
+            )  # fmt: skip
+            parallel_state.initialize_model_parallel(1, 1)
+        status = main()
+        parallel_state.cleanup_dist_env_and_memory()
+    sys.stdout.flush()
+    sys.exit(status)
