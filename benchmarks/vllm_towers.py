@@ -31,7 +31,9 @@ parser.add_argument("--rounds", type=int, default=15)
 parser.add_argument("--images", default="1,2,4,8")
 parser.add_argument("--sides", default="7,10,14,20,28", help="tokens of a picture: side x side")
 parser.add_argument("--top", type=int, default=8192, help="largest budget of both ladders")
-parser.add_argument("--omni", action="store_true", help="also the Omni thinker's towers, eager and own")
+parser.add_argument(
+    "--omni", action="store_true", help="also the Omni thinker's towers, eager and own"
+)
 parser.add_argument("--out", default="")
 A = parser.parse_args()
 
@@ -394,8 +396,12 @@ def main() -> int:
                 f"{each.name}: {each.mib:.0f} MiB, {stats['num_budgets']} graphs, "
                 f"start-up {each.seconds:.1f} s"
             )
-            result[each.name] = {"mib": each.mib, "seconds": each.seconds, "graphs": stats["num_budgets"],
-                                 "dropped": stats.get("dropped")}  # fmt: skip
+            result[each.name] = {
+                "mib": each.mib,
+                "seconds": each.seconds,
+                "graphs": stats["num_budgets"],
+                "dropped": stats.get("dropped"),
+            }
             if stats.get("dropped"):
                 lines.append(f"  dropped: {stats['dropped'][:3]}")
         lines += [f"{name}: {value:.3f}" for name, value in ratios.items()]
@@ -421,7 +427,9 @@ def omni(config: Any, result: dict[str, Any]) -> list[str]:
         execute=lambda group: list(model.embed_multimodal(**group)), get_cumulative_stats=dict
     )
     plain = Contestant("eager", lambda: eager)
-    groups = {f"image {side * side}": pictures([side]) for side in ([2, 4] if A.dry else [7, 14, 28])}
+    groups = {
+        f"image {side * side}": pictures([side]) for side in ([2, 4] if A.dry else [7, 14, 28])
+    }
     groups |= {f"audio {s} s": clips([s]) for s in ([2.0] if A.dry else [1.4, 5.0, 15.0, 60.0])}
     groups["audio 4 clips"] = clips([1.4, 3.0, 5.0, 2.2])
     rows = {}
@@ -430,7 +438,9 @@ def omni(config: Any, result: dict[str, Any]) -> list[str]:
     stats = graphs.manager.get_cumulative_stats()
     result["omni"] = {"rows": rows, "mib": graphs.mib, "graphs": stats["num_budgets"]}
     lines = table(f"{A.backend}: Qwen3-Omni thinker, device ms / host ms", rows, ["eager", "own"])
-    lines.append(f"own: {graphs.mib:.0f} MiB, {stats['num_budgets']} graphs, {graphs.seconds:.1f} s")
+    lines.append(
+        f"own: {graphs.mib:.0f} MiB, {stats['num_budgets']} graphs, {graphs.seconds:.1f} s"
+    )
     return lines
 
 
