@@ -42,8 +42,7 @@ def command(arguments: Sequence[object], **options: Any) -> str:
     """Output of a command that must succeed."""
     done = subprocess.run(
         [str(argument) for argument in arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
         cwd=options.pop("cwd", ROOT),

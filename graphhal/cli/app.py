@@ -20,7 +20,6 @@ from graphhal.cli.platforms import platforms
 from graphhal.cli.screen import fail
 from graphhal.errors import GraphhalError, SettingsError
 
-
 OPTIONAL = ("torch", "transformers", "matplotlib", "PIL", "soundfile", "scipy", "skimage")
 """Packages that a bare installation lacks: what the extra `bench` brings."""
 

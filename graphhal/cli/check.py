@@ -52,7 +52,7 @@ def check(
     from graphhal.runner import EncoderGraphs
 
     lines: list[Checked] = []
-    for factory in towers.choose_towers(tower, settings):
+    for factory in towers.choose_towers(tower, settings, every=True):
         graphs = EncoderGraphs(
             towers.build_tower(factory, preset, opened, dtype, seed), opened, settings
         )

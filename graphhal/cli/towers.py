@@ -37,7 +37,11 @@ class Dtype(StrEnum):
 
 
 TowerOption = Annotated[
-    list[str] | None, typer.Option("--tower", help="A tower by name (repeatable); all by default.")
+    list[str] | None,
+    typer.Option(
+        "--tower",
+        help="A tower by name (repeatable); by default one of each modality (check: all).",
+    ),
 ]
 PresetOption = Annotated[Preset, typer.Option(help="tiny, or full: the published size.")]
 PlatformOption = Annotated[
@@ -96,14 +100,23 @@ def open_with(name: str | None, options: dict[str, Any]) -> tuple[Platform, Sett
     return platform, settings
 
 
-def choose_towers(names: Sequence[str] | None, settings: Settings) -> list[AdapterFactory]:
-    """The named towers, in their order; all where none is named."""
+def choose_towers(
+    names: Sequence[str] | None, settings: Settings, every: bool = False
+) -> list[AdapterFactory]:
+    """The named towers, in their order; by default the first of each modality, or every one."""
     factories = {factory.name: factory for factory in find_adapters(settings)}
     for name in names or ():
         if name not in factories:
             known = ", ".join(factories) or "none is installed"
             raise fail(f"no tower is called {name!r}. Towers: {known}", status=2)
-    return [factories[name] for name in names] if names else list(factories.values())
+    if names:
+        return [factories[name] for name in names]
+    if every:
+        return list(factories.values())
+    first: dict[str, AdapterFactory] = {}
+    for factory in factories.values():
+        first.setdefault(factory.modality, factory)
+    return list(first.values())
 
 
 def build_tower(
