@@ -188,6 +188,21 @@ def test_a_failed_capture_leaves_everything_usable(fake, message, kind):
 
 
 @BOTH
+def test_an_exception_that_the_device_does_not_know_of_leaves_the_pool_as_it_was(fake):
+    first = captured(fake)
+    users = dict(fake.pool_users)
+
+    def forward() -> None:
+        if capturing(fake):
+            raise KeyError("the model's own mistake")
+
+    with pytest.raises(CaptureError, match=r"capture failed at .*KeyError"):
+        captured(fake, forward=forward, pool=first.pool)
+    assert fake.pool_users == users
+    assert not fake.routing
+
+
+@BOTH
 def test_a_swallowed_host_read_still_fails_the_capture(fake):
     def forward() -> None:
         with contextlib.suppress(RuntimeError):
@@ -236,12 +251,8 @@ def test_an_interrupt_passes_through_and_ends_the_capture(fake):
 
 def test_a_capture_that_cannot_be_ended_retires_the_pool_not_the_process(fake, monkeypatch, caplog):
     first = captured(fake)
-    monkeypatch.setattr(
-        fake.cuda, "graph_pool_handle", lambda: (_ for _ in ()).throw(RuntimeError("no handle"))
-    )
-    original = fake.cuda.graph_pool_handle
+    # The spare pool of the mending is the one that is still recorded to: it must fail.
     monkeypatch.setattr(fake.cuda, "graph_pool_handle", lambda: first.pool.id)
-    del original
     with pytest.raises(HostReadError):
         captured(fake, forward=fake.host_read, pool=first.pool)
     assert "could not be ended cleanly" in caplog.text
@@ -374,12 +385,13 @@ def test_eager_output_lies_outside_the_pool_on_the_callers_stream(fake):
 
 def test_eager_output_waits_for_the_last_use_of_its_memory(fake):
     """The block may have been freed on the caller's stream after the step began."""
-    captured(fake)
+    graph = captured(fake)
     caller = fake.Stream()
     with fake.stream_context(caller), plugin.graphhal_step("eager", None, {}, {}) as scope:
         with fake.stream_context(caller):
             fake.work("another thread's last use")
         scope.empty((2, 2), torch.float32)
+        assert fake.current() == graph.pool.stream
         fake.work("write output")
     assert fake.ordered("another thread's last use", "write output")
 
@@ -403,11 +415,17 @@ def test_eager_without_graphs_is_left_alone(fake):
 
 
 def test_out_of_memory_in_the_pool_sends_the_next_eager_call_outside(fake):
-    captured(fake)
-    with pytest.raises(torch.OutOfMemoryError), plugin.graphhal_step("eager", None, {}, {}):
+    graph = captured(fake)
+
+    def run_out() -> None:
+        assert fake.routed() == graph.pool.id
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError), plugin.graphhal_step("eager", None, {}, {}):
+        run_out()
     with plugin.graphhal_step("eager", None, {}, {}):
         assert fake.routed() is None
+    assert plugin.graphhal_step("replay", graph, {}, {}) is not None
 
 
 def test_what_an_eager_call_keeps_in_the_pool_stops_replays(fake, caplog):
@@ -507,10 +525,22 @@ def test_a_pool_can_be_used_again_after_clear(fake):
 
 
 def test_a_pool_whose_only_capture_failed_keeps_no_memory(fake):
+    graph = captured(fake)
+    pool = graph.pool
+    plugin.graphhal_release([graph])
     with pytest.raises(HostReadError):
-        captured(fake, forward=fake.host_read)
-    gc.collect()
+        captured(fake, forward=fake.host_read, pool=pool)
+    assert pool.id is None
     assert [users for users in fake.pool_users.values() if users] == []
+
+
+def test_a_recording_closes_once(fake):
+    first = captured(fake)
+    second = captured(fake, pool=first.pool)
+    recording = first.handle
+    recording.close()
+    recording.close()
+    assert second.pool.graphs == 1
 
 
 def test_release_twice_is_harmless(fake):
