@@ -143,11 +143,8 @@ class Arena:
     def __init__(
         self, device: torch.device, bulk_bytes: int, packed_bytes: int, output: torch.Tensor
     ) -> None:
-        # Made in inference mode (a host's start-up may run in it), they could not be written to
-        # outside of it.
-        with torch.inference_mode(False):
-            self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
-            self.packed = torch.zeros(packed_bytes, dtype=torch.uint8, device=device)
+        self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
+        self.packed = torch.zeros(packed_bytes, dtype=torch.uint8, device=device)
         self.output = output
 
     @property

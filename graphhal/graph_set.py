@@ -268,14 +268,11 @@ class GraphSet:
 
     def _allocate(self, planned: Sequence[tuple[Capacity, Layout]], output: torch.Tensor) -> Arena:
         tokens = max(capacity.tokens for capacity, _ in planned)
-        device = self._adapter.device
-        with torch.inference_mode(False):  # as in Arena
-            static = torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=device)
         return Arena(
-            device,
+            self._adapter.device,
             max(layout.bulk_bytes for _, layout in planned),
             max(layout.packed_bytes for _, layout in planned),
-            static,
+            torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=self._adapter.device),
         )
 
     def _request(

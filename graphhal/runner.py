@@ -2,7 +2,8 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
 from time import perf_counter
@@ -31,6 +32,14 @@ PREPARED_BYTES = 64 * 2**20
 """Host bytes of packed blocks that are kept for groups whose sizes come again."""
 PREPARED_GROUPS = 4096
 """Groups whose plan is kept, eager ones included."""
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """For what makes static buffers: born in a host's inference mode, they could not be staged
+    outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,8 @@ class EncoderGraphs:
             if not ladder:
                 return self.report
             try:
-                self._capture(ladder, progress)
+                with _no_inference_mode():
+                    self._capture(ladder, progress)
             except BaseException:
                 self.clear()  # half a ladder, unchecked, must not serve
                 raise
@@ -197,7 +207,7 @@ class EncoderGraphs:
 
     def profile_memory(self) -> MemoryProfile:
         """What capturing the ladder would take, arenas included, measured; nothing is kept."""
-        with self._lock:
+        with self._lock, _no_inference_mode():
             ladder = self.ladder()
             if not ladder:
                 return MemoryProfile(0, 0)

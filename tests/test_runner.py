@@ -1,0 +1,668 @@
+"""`EncoderGraphs`: every request equals eager, and every decision is counted under its reason."""
+
+import json
+import logging
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphhal import runner
+from graphhal.cpu import plugin as cpu
+from graphhal.discovery import bind
+from graphhal.errors import AdapterError, InputError, ReplayError
+from graphhal.plan import GraphKey, MissReason
+from graphhal.runner import EncoderGraphs
+from graphhal.settings import Policy, Settings
+from tests.plain_platform import PlainPlugin, plain_platform
+from tests.test_weights import REBINDINGS
+from tests.toy_encoder import ToyEncoder, images, request
+
+
+def both_paths(**options) -> ToyEncoder:
+    return ToyEncoder(paths=("image", "video"), **options)
+
+
+def open_by_name(name: str):
+    return plain_platform() if name == "plain" else bind(cpu, cpu.graphhal_probe(), "cpu")
+
+
+@pytest.fixture(params=["plain", "cpu"])
+def platform(request):
+    return open_by_name(request.param)
+
+
+def serve(platform, adapter: ToyEncoder | None = None, keys=None, **options) -> EncoderGraphs:
+    """A captured toy encoder."""
+    graphs = EncoderGraphs(adapter or ToyEncoder(), platform, Settings(**options))
+    report = graphs.capture(keys=keys)
+    assert not report.dropped, report.dropped
+    return graphs
+
+
+def key(size: int, path: str = "image") -> GraphKey:
+    return GraphKey("toy", path, size)
+
+
+def assert_equals_eager(graphs: EncoderGraphs, asked, outputs=None) -> None:
+    outputs = graphs.run(asked) if outputs is None else outputs
+    expected = graphs.run_eager(asked)
+    assert len(outputs) == len(expected) == len(asked["grids"])
+    for ours, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+def misses(graphs: EncoderGraphs) -> dict[MissReason, int]:
+    counted: Counter[MissReason] = Counter()
+    for (_, reason), count in graphs.statistics.misses.items():
+        counted[MissReason(reason)] += count
+    return dict(counted)
+
+
+# Whatever is asked ---------------------------------------------------------------------------
+
+_served: dict[tuple[str, Policy], EncoderGraphs] = {}
+grids = st.lists(
+    st.one_of(
+        st.tuples(st.just(1), st.integers(1, 9).map(lambda n: 2 * n), st.just("image")),
+        st.tuples(st.integers(1, 7), st.integers(1, 6).map(lambda n: 2 * n), st.just("video")),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("name", ["plain", "cpu"])
+@settings(max_examples=25)
+@given(asked=grids, seed=st.integers(0, 99))
+def test_any_request_equals_eager(name, policy, asked, seed):
+    if (name, policy) not in _served:
+        _served[name, policy] = serve(open_by_name(name), both_paths(), policy=policy)
+    assert_equals_eager(_served[name, policy], request(asked, seed))
+
+
+def test_equal_sizes_of_other_contents_are_not_mixed_up(platform):
+    graphs = serve(platform)
+    for seed in range(3):
+        assert_equals_eager(graphs, images(3, 4, seed=seed))
+    assert graphs.statistics.hits.total() == 6
+
+
+def test_outputs_come_in_request_order(platform):
+    graphs = serve(platform, both_paths(), policy="packed")
+    asked = request([(1, 16), (3, 4), (1, 2), (1, 30), (6, 8), (1, 6)])
+    assert [len(out) for out in graphs.run(asked)] == [8, 6, 1, 15, 24, 3]
+    assert_equals_eager(graphs, asked)
+
+
+def test_levels_stand_side_by_side(platform):
+    one, two = (
+        serve(platform, ToyEncoder(levels=levels), max_items=2).run(images(3))[0].shape[1]
+        for levels in (1, 2)
+    )
+    assert two == 2 * one
+
+
+def test_strided_pixels_and_pixels_with_gradients_are_taken(platform):
+    graphs = serve(platform)
+    asked = images(3, 4)
+    expected = graphs.run(asked)
+    strided = asked["pixels"].t().contiguous().t()
+    assert not strided.is_contiguous()
+    for pixels in (strided, asked["pixels"].clone().requires_grad_()):
+        outputs = graphs.run({**asked, "pixels": pixels})
+        assert all(map(torch.equal, outputs, expected))
+        assert not any(output.requires_grad for output in outputs)
+
+
+def test_an_empty_group_is_empty(platform):
+    graphs = serve(platform)
+    nothing = {"pixels": torch.zeros((0, 6)), "grids": []}
+    assert graphs.run(nothing) == graphs.try_replay(nothing) == graphs.run_eager(nothing) == []
+    assert graphs.stats()["hits"] == graphs.stats()["misses"] == {}
+
+
+@pytest.mark.parametrize("grid", [(0, 4), (1, 0), (1, 3), (-1, 4)])
+def test_a_bad_item_is_named_alike_on_both_paths(platform, grid):
+    graphs = serve(platform)
+    asked = {"pixels": torch.zeros((8, 6)), "grids": [(1, 4), grid]}
+    for call in (graphs.run, graphs.try_replay, graphs.run_eager):
+        with pytest.raises(InputError, match=r"^item 1: ") as caught:
+            call(asked)
+        assert caught.value.item == 1
+    assert graphs.stats()["hits"] == graphs.stats()["misses"] == {}
+    assert_equals_eager(graphs, images(4))
+
+
+def test_items_out_of_order_are_the_adapters_fault():
+    class Shuffled(ToyEncoder):
+        def item_specs(self, mm_kwargs):
+            return tuple(reversed(super().item_specs(mm_kwargs)))
+
+    graphs = serve(plain_platform(), Shuffled())
+    with pytest.raises(AdapterError, match=r"^toy: item_specs must come in request order"):
+        graphs.run(images(2, 3))
+
+
+# Policies and reasons ------------------------------------------------------------------------
+
+
+def test_single_is_one_replay_or_one_eager_call():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin))
+    plugin.calls.clear()
+    graphs.run(images(2, 3, 3))
+    assert plugin.calls == [("step", "replay"), ("update", 8), ("replay", 8)]
+    plugin.calls.clear()
+    graphs.run(images(9, 9, 2))
+    assert plugin.calls == [("step", "eager")]
+    assert graphs.stats()["replays"] == {"toy/image[8]": 1}
+    assert graphs.stats()["eager_calls"] == {str(MissReason.TOO_MANY_ROWS): 1}
+    assert misses(graphs) == {MissReason.TOO_MANY_ROWS: 3}
+    assert graphs.stats()["hits"] == {"image": 3}
+
+
+def test_packed_replays_what_fits_and_runs_the_rest_eagerly(platform):
+    graphs = serve(platform, policy="packed")
+    assert_equals_eager(graphs, images(16, 2, 17, 3))
+    counted = graphs.stats()
+    assert counted["hits"] == {"image": 3}
+    assert misses(graphs) == {MissReason.TOO_MANY_ROWS: 1}
+    assert counted["replays"] == {"toy/image[16]": 1, "toy/image[8]": 1}
+    assert counted["padding_waste"] == pytest.approx(1 - 21 / 24)
+
+
+def test_measured_prices_everything_it_captured(platform):
+    graphs = serve(platform, both_paths(), policy="measured")
+    for asked in (images(3), images(4, 4), images(16, 16), request([(9, 4)])):
+        assert_equals_eager(graphs, asked)
+    assert graphs.statistics.hits.total() + graphs.statistics.misses.total() == 6
+
+
+def test_measured_serves_without_prices_where_measuring_fails():
+    class Worn(PlainPlugin):
+        def graphhal_replay(self, graph):
+            super().graphhal_replay(graph)
+            if self.count("replay") > 3:
+                raise ReplayError("worn out")
+
+    plugin = PlainPlugin()
+    graphs = EncoderGraphs(
+        ToyEncoder(), plain_platform(plugin), Settings(policy="measured", self_check="off")
+    )
+    plugin.replay_errors[4] = ReplayError("worn out")
+    report = graphs.capture()
+    assert len(report.captured) == 3
+    assert_equals_eager(graphs, images(7))
+    assert graphs.stats()["hits"] == {"image": 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "adapter", "asked", "options"),
+    [
+        (MissReason.TOO_MANY_ROWS, {}, images(17), {}),
+        (MissReason.TOO_MANY_ITEMS, {}, images(1, 1, 1), {"max_items": 2}),
+        (MissReason.SEQUENCE_TOO_LONG, {"max_seqlen": 8}, images(5), {}),
+        (MissReason.NOT_EXACT, {}, images(3), {"exact_only": True}),
+        (MissReason.NO_GRAPHS, {}, request([(2, 4)]), {}),
+        (MissReason.REFUSED, {}, images(4), {}),
+    ],
+    ids=lambda value: value.name if isinstance(value, MissReason) else "",
+)
+def test_what_no_graph_holds_runs_eagerly_under_its_reason(
+    platform, reason, adapter, asked, options
+):
+    made = ToyEncoder(**adapter)
+    made.refused = "pruned" if reason is MissReason.REFUSED else None
+    graphs = serve(platform, made, **options)
+    assert_equals_eager(graphs, asked)
+    assert misses(graphs) == {reason: len(asked["grids"])}
+    assert graphs.statistics.hits.total() == 0
+    assert graphs.try_replay(asked) is None
+    assert misses(graphs) == {reason: 2 * len(asked["grids"])}
+
+
+def test_a_kernel_without_empty_sequences_misses_what_would_leave_a_slot_empty():
+    adapter = ToyEncoder(budgets=(4, 8), sets=("cu_seqlens",))
+    graphs = EncoderGraphs(adapter, plain_platform(allow_empty=False), Settings(max_items=4))
+    report = graphs.capture()
+    assert not [line for line in report.dropped if "raise" in line.reason]
+    for tokens in ((1, 1), (8,), (4, 4), (2, 2, 2, 2), (3,)):
+        assert_equals_eager(graphs, images(*tokens))
+    assert MissReason.EMPTY_SLOT in misses(graphs)
+    assert graphs.statistics.hits.total() > 0
+
+
+def test_exact_only_is_bit_equal_or_eager(platform):
+    graphs = serve(platform, exact_only=True)
+    for tokens in ((4,), (8,), (3, 5), (16,), (7,), (9, 7)):
+        asked = images(*tokens)
+        assert all(map(torch.equal, graphs.run(asked), graphs.run_eager(asked)))
+    assert set(misses(graphs)) == {MissReason.NOT_EXACT}
+    assert graphs.statistics.rows_used == graphs.statistics.rows_replayed
+
+
+def test_eager_calls_of_one_reason_are_counted_apart():
+    graphs = EncoderGraphs(both_paths(), plain_platform(), Settings())
+    graphs.run(request([(1, 4), (2, 4), (1, 6)]))
+    assert graphs.stats()["eager_calls"] == {str(MissReason.NO_GRAPHS): 2}
+    assert graphs.stats()["misses"] == {
+        "image": {str(MissReason.NO_GRAPHS): 2},
+        "video": {str(MissReason.NO_GRAPHS): 1},
+    }
+
+
+def test_a_video_cut_into_replays_is_one_hit(platform):
+    graphs = serve(platform, both_paths())
+    assert_equals_eager(graphs, request([(9, 8)]))
+    assert graphs.stats()["hits"] == {"video": 1}
+    assert graphs.statistics.replays.total() > 1
+
+
+def test_a_video_is_one_miss_though_several_of_its_replays_fail():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin), both_paths())
+    plugin.replay_errors.update({4: ReplayError("gone"), 16: ReplayError("gone")})
+    assert_equals_eager(graphs, request([(9, 8)]))
+    assert graphs.stats()["hits"] == {}
+    assert misses(graphs) == {MissReason.REPLAY_FAILED: 1}
+
+
+def test_try_replay_counts_and_leaves_the_rest_to_the_host(platform):
+    graphs = serve(platform)
+    assert_equals_eager(graphs, images(3, 4), graphs.try_replay(images(3, 4)))
+    assert graphs.try_replay(images(17, 3)) is None
+    assert graphs.stats()["hits"] == {"image": 2}
+    assert misses(graphs) == {MissReason.TOO_MANY_ROWS: 2}
+
+
+def test_statistics_are_plain_data(platform):
+    graphs = serve(platform)
+    graphs.run(images(3, 20))
+    graphs.run(images(3))
+    counted = json.loads(json.dumps(graphs.stats()))
+    assert counted["adapter"] == "toy"
+    assert counted["graph_count"] == len(counted["capture"]["graphs"]) == 3
+    assert counted["graph_bytes"] == counted["capture"]["bytes"] > 0
+    assert counted["item_tokens"] == {"16": 2, "32": 1}
+
+
+# Replays that fail ---------------------------------------------------------------------------
+
+
+def test_a_failed_replay_runs_eagerly_and_the_graph_is_dropped(caplog):
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin))
+    plugin.replay_errors[4] = ReplayError("the device lost it")
+    with caplog.at_level(logging.CRITICAL):
+        assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {MissReason.REPLAY_FAILED: 1}
+    assert graphs.keys() == [key(8), key(16)]
+    assert ("release", 4) in plugin.calls
+    assert [line.reason for line in graphs.report.dropped] == ["replay failed: the device lost it"]
+    assert key(4) not in [line.key for line in graphs.report.captured]
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["replays"] == {"toy/image[8]": 1}
+    assert graphs.stats()["hits"] == {"image": 1}
+
+
+def test_try_replay_gives_none_where_the_replay_fails():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin))
+    plugin.replay_errors[4] = ReplayError("the device lost it")
+    assert graphs.try_replay(images(3)) is None
+    assert misses(graphs) == {MissReason.REPLAY_FAILED: 1}
+    assert_equals_eager(graphs, images(3), graphs.try_replay(images(3)))
+
+
+def test_a_dropped_key_serves_from_a_larger_graph_or_eagerly(platform):
+    graphs = serve(platform)
+    assert_equals_eager(graphs, images(3))
+    graphs.drop(key(4), "for a test")
+    assert_equals_eager(graphs, images(3))
+    graphs.drop(key(8), "for a test")
+    graphs.drop(key(16), "for a test")
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["replays"] == {"toy/image[4]": 1, "toy/image[8]": 1}
+    assert misses(graphs) == {MissReason.NO_GRAPHS: 1}
+    assert [line.reason for line in graphs.report.dropped] == ["for a test"] * 3
+    graphs.drop(key(4), "twice")
+
+
+def test_while_an_outer_capture_runs_everything_is_eager_and_nothing_is_dropped():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin))
+    plugin.closed = True
+    plugin.calls.clear()
+    assert_equals_eager(graphs, images(3, 4))
+    assert graphs.try_replay(images(3)) is None
+    assert {name for name, _ in plugin.calls} == {"step"}
+    assert misses(graphs) == {MissReason.OUTER_CAPTURE: 3}
+    assert not graphs.report.dropped
+    plugin.closed = False
+    assert_equals_eager(graphs, images(3, 4))
+    assert graphs.stats()["hits"] == {"image": 2}
+
+
+# Clear and recapture -------------------------------------------------------------------------
+
+
+def test_clear_is_safe_twice_and_leaves_eager(platform):
+    graphs = serve(platform)
+    graphs.run(images(3))
+    for _ in range(2):
+        graphs.clear()
+        assert graphs.keys() == []
+        assert graphs.stats()["graph_count"] == graphs.stats()["graph_bytes"] == 0
+        assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {MissReason.NO_GRAPHS: 2}
+    graphs.capture()
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["hits"] == {"image": 2}
+
+
+def test_nothing_is_captured_before_it_is_asked_for(platform):
+    graphs = EncoderGraphs(ToyEncoder(), platform, Settings())
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["graph_bytes"] == 0
+    assert misses(graphs) == {MissReason.NO_GRAPHS: 1}
+
+
+def test_recapture_releases_every_graph_before():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin))
+    graphs.run(images(3))
+    for _ in range(2):
+        graphs.capture()
+        assert plugin.live == 3
+        assert_equals_eager(graphs, images(3))
+    graphs.clear()
+    assert plugin.live == 0
+
+
+def test_capture_of_some_keys_only(platform):
+    graphs = serve(platform, both_paths(), keys=[key(8), key(4, "video")])
+    assert graphs.keys() == [key(8), key(4, "video")]
+    assert [line.key for line in graphs.report.captured] == [key(8), key(4, "video")]
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["replays"] == {"toy/image[8]": 1}
+    assert serve(platform, keys=[]).keys() == []
+
+
+def test_progress_counts_every_graph():
+    seen = []
+    graphs = EncoderGraphs(ToyEncoder(), plain_platform(), Settings())
+    graphs.capture(progress=lambda done, total, at: seen.append((done, total, at.size)))
+    assert seen == [(1, 3, 16), (2, 3, 8), (3, 3, 4)]
+
+
+def test_an_interrupted_capture_leaves_nothing_behind():
+    plugin = PlainPlugin()
+    graphs = EncoderGraphs(ToyEncoder(), plain_platform(plugin), Settings())
+
+    def interrupt(done, total, at):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        graphs.capture(progress=interrupt)
+    assert plugin.live == 0
+    assert graphs.stats()["graph_bytes"] == 0
+    assert_equals_eager(graphs, images(3))
+
+
+def test_graphs_captured_in_inference_mode_serve_outside_of_it(platform):
+    with torch.inference_mode():
+        graphs = serve(platform)
+    assert_equals_eager(graphs, images(3, 4))
+    with torch.inference_mode():
+        graphs.run(images(3, 4))
+    assert_equals_eager(graphs, images(3, 4))
+    assert graphs.stats()["hits"] == {"image": 6}
+
+
+def test_two_capacities_of_one_key_are_refused():
+    graphs = EncoderGraphs(ToyEncoder(budgets=(4, 8, 4)), plain_platform(), Settings())
+    with pytest.raises(AdapterError, match=r"^toy: every capacity needs its own key"):
+        graphs.capture()
+
+
+def test_sizes_that_come_again_are_planned_once():
+    class Counting(ToyEncoder):
+        planned = 0
+
+        def refusal(self, items):
+            self.planned += 1
+
+    adapter = Counting()
+    graphs = serve(plain_platform(), adapter)
+    for _ in range(3):
+        graphs.run(images(3, 4))
+        graphs.run(images(20))
+    assert adapter.planned == 2
+    graphs.drop(key(4), "for a test")
+    graphs.run(images(3, 4))
+    assert adapter.planned == 3
+
+
+def test_kept_plans_are_bounded(monkeypatch):
+    graphs = serve(plain_platform())
+    monkeypatch.setattr(runner, "PREPARED_GROUPS", 5)
+    for tokens in range(1, 40):
+        graphs.run(images(tokens))
+    assert len(graphs._groups) == 5
+    monkeypatch.setattr(runner, "PREPARED_BYTES", 0)
+    for tokens in (1, 2, 3):
+        assert_equals_eager(graphs, images(tokens))
+        assert len(graphs._groups) == 1
+
+
+# Boundaries ----------------------------------------------------------------------------------
+
+
+def updates_while(plugin: PlainPlugin, call) -> int:
+    before = plugin.count("update")
+    call()
+    return plugin.count("update") - before
+
+
+def test_boundaries_are_sent_again_only_when_something_changed():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin))
+    run = graphs.run
+    assert updates_while(plugin, lambda: run(images(3, 4))) == 1  # the self-check came before
+    assert updates_while(plugin, lambda: run(images(3, 4, seed=1))) == 0
+    assert updates_while(plugin, lambda: run(images(4, 3))) == 1
+    assert updates_while(plugin, lambda: run(images(3, 4))) == 1
+    run(images(3))  # another graph
+    assert updates_while(plugin, lambda: run(images(3, 4))) == 1
+    graphs.run_eager(images(3, 4))
+    assert updates_while(plugin, lambda: run(images(3, 4))) == 1
+    run(images(20))  # a miss
+    assert updates_while(plugin, lambda: run(images(3, 4))) == 1
+    graphs.profile_memory()
+    assert updates_while(plugin, lambda: run(images(3, 4))) == 1
+    assert_equals_eager(graphs, images(3, 4))
+
+
+def test_boundaries_are_sent_again_after_recapture():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin), self_check="off")
+    for _ in range(2):
+        assert updates_while(plugin, lambda: graphs.run(images(3, 4))) == 1
+        assert updates_while(plugin, lambda: graphs.run(images(3, 4))) == 0
+        graphs.capture()
+    assert_equals_eager(graphs, images(3, 4))
+
+
+def test_boundaries_are_sent_each_time_where_they_do_not_persist():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin, boundaries_persist=False))
+    for _ in range(3):
+        assert updates_while(plugin, lambda: graphs.run(images(3, 4))) == 1
+
+
+def test_a_failed_update_is_sent_again():
+    plugin = PlainPlugin()
+    platform = plain_platform(plugin)
+    graphs = serve(platform)
+    graphs.run(images(3, 4))
+    plugin.after_replay = lambda graph: (_ for _ in ()).throw(RuntimeError("plugin bug"))
+    with pytest.raises(RuntimeError, match="plugin bug"):
+        graphs.run(images(4, 3))
+    plugin.after_replay = None
+    assert_equals_eager(graphs, images(3, 4))
+    assert_equals_eager(graphs, images(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("before", ["step", "update", "replay"]), ("after", ["step", "replay", "update"])],
+)
+def test_the_update_comes_where_the_platform_wants_it(order, expected):
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin, boundary_order=order), self_check="off")
+    plugin.calls.clear()
+    graphs.run(images(3, 4))
+    assert [name for name, _ in plugin.calls] == expected
+
+
+# Weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rebind", REBINDINGS, ids=lambda rebind: rebind.__name__)
+def test_rebound_weights_run_eagerly_until_recapture(platform, rebind):
+    graphs = serve(platform, ToyEncoder(budgets=(4,)))
+    graphs.run(images(3))
+    rebind(graphs.adapter.tower)
+    works = rebind.__name__ in {
+        "replace_parameter",
+        "rebind_data",
+        "rebind_nested",
+        "replace_buffer",
+        "replace_module",
+        "replace_list_entry",
+    }
+    for _ in range(2):
+        if works:
+            assert_equals_eager(graphs, images(3))
+        else:
+            assert graphs.try_replay(images(3)) is None
+    assert misses(graphs) == {MissReason.WEIGHTS_MOVED: 2}
+    assert graphs.keys() == []
+    assert all(line.reason.startswith("weights were rebound") for line in graphs.report.dropped)
+    assert len(graphs.report.dropped) == 1
+    if works:
+        graphs.capture()
+        assert_equals_eager(graphs, images(3))
+        assert graphs.stats()["hits"] == {"image": 2}
+
+
+def test_weights_that_move_between_the_replays_of_one_request(platform):
+    graphs = serve(platform, ToyEncoder(budgets=(8,), paths=("video",)))
+    asked = request([(9, 8)])
+    seen = []
+    stage = graphs.adapter.stage
+
+    def rebind_during_the_first(mm_kwargs, items, inputs):
+        stage(mm_kwargs, items, inputs)
+        seen.append(items)
+        if len(seen) == 1:
+            graphs.adapter.tower.scale = graphs.adapter.tower.scale.clone()
+
+    graphs.adapter.stage = rebind_during_the_first
+    assert_equals_eager(graphs, asked)
+    assert misses(graphs) == {MissReason.WEIGHTS_MOVED: 1}
+
+
+def test_weights_updated_in_place_are_seen_by_the_graphs(platform):
+    graphs = serve(platform)
+    before = graphs.run(images(3))
+    with torch.no_grad():
+        graphs.adapter.tower.embed.weight.mul_(2)
+        graphs.adapter.tower.scale.add_(1)
+    after = graphs.run(images(3))
+    assert not torch.equal(before[0], after[0])
+    assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {}
+
+
+def test_weights_made_by_the_first_forward_are_not_rebound(platform):
+    class Lazy(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            if not hasattr(self.tower, "ready"):
+                self.tower.scale = self.tower.scale.clone()
+                self.tower.ready = True
+            return super().forward(inputs, max_seqlen)
+
+    graphs = serve(platform, Lazy())
+    assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {}
+
+
+def test_check_weights_tells_and_clears(platform):
+    graphs = serve(platform)
+    assert graphs.check_weights()
+    graphs.adapter.tower.scale = graphs.adapter.tower.scale * 2
+    assert not graphs.check_weights()
+    assert graphs.keys() == []
+    assert graphs.check_weights()
+    assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {MissReason.WEIGHTS_MOVED: 1}
+
+
+# Memory profile ------------------------------------------------------------------------------
+
+
+def test_a_memory_profile_counts_arenas_and_stages_each_example(platform):
+    graphs = EncoderGraphs(both_paths(), platform, Settings())
+    profile = graphs.profile_memory()
+    assert set(profile.per_graph) == {capacity.key for capacity in graphs.ladder()}
+    arenas = profile.settled_bytes - sum(profile.per_graph.values())
+    assert graphs.keys() == []
+    report = graphs.capture()
+    assert profile.settled_bytes == report.num_bytes
+    assert arenas == report.num_bytes - sum(line.num_bytes for line in report.captured)
+
+
+def test_a_memory_profile_disturbs_no_captured_graph(platform):
+    graphs = serve(platform)
+    graphs.run(images(3, 4))
+    graphs.profile_memory()
+    assert_equals_eager(graphs, images(3, 4))
+    assert graphs.stats()["hits"] == {"image": 4}
+
+
+# Threads -------------------------------------------------------------------------------------
+
+
+def test_eight_threads_get_their_own_outputs(platform):
+    graphs = serve(platform, policy="packed")
+    groups = [(3,), (3, 4), (16, 2), (17, 1), (8,), (1, 1, 1), (5, 5), (4,)]
+    asked = [images(*groups[n % len(groups)], seed=n) for n in range(24)]
+    expected = [graphs.run_eager(each) for each in asked]
+
+    def hammer(start: int) -> list[str]:
+        wrong = []
+        for turn in range(15):
+            at = (start * 7 + turn) % len(asked)
+            outputs = graphs.run(asked[at])
+            for ours, reference in zip(outputs, expected[at], strict=True):
+                if not torch.allclose(ours, reference, rtol=1e-5, atol=1e-5):
+                    wrong.append(f"request {at}")
+            if turn == 7 and start == 0:
+                graphs.capture()
+            if turn == 10 and start == 1:
+                graphs.drop(key(8), "for a test")
+            graphs.keys()
+            graphs.stats()
+        return wrong
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [each for wrong in pool.map(hammer, range(8)) for each in wrong] == []
+    items = sum(len(asked[(s * 7 + t) % 24]["grids"]) for s in range(8) for t in range(15))
+    assert graphs.statistics.hits.total() + graphs.statistics.misses.total() == items
