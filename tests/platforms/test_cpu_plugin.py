@@ -1,0 +1,55 @@
+"""The plugin of the reference platform: what it says of itself, and what importing it loads."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from graphhal.cpu import plugin
+from graphhal.platform import PlatformInfo, Unavailable
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_is_a_usable_reference() -> None:
+    info = plugin.graphhal_probe()
+    assert isinstance(info, PlatformInfo)
+    assert (info.name, info.device_type, info.reference) == ("cpu", "cpu", True)
+    assert (info.boundary_order, info.boundaries_persist, info.allow_empty) == (
+        "before",
+        True,
+        True,
+    )
+    assert info.versions == {"torch": version("torch")}
+
+
+def probe_with(code: str) -> str:
+    program = f"{code}\nfrom graphhal.cpu import plugin\nprint(plugin.graphhal_probe())"
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_it_is_absent_where_torch_is_not_installed() -> None:
+    reason = "the package torch is not installed"
+    assert probe_with("import sys; sys.modules['torch'] = None").strip() == str(
+        Unavailable(reason, absent=True)
+    )
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_it_is_unusable_where_torch_is_broken(tmp_path: Path, error: str) -> None:
+    (tmp_path / "torch.py").write_text(f"raise {error}('libc10.so: missing')")
+    said = probe_with(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    reason = "torch is installed and cannot be imported: libc10.so: missing"
+    assert said.strip() == str(Unavailable(reason))
+
+
+def test_importing_the_plugin_loads_no_torch() -> None:
+    code = "import sys, graphhal.cpu.plugin; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
