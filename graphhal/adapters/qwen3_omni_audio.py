@@ -210,22 +210,27 @@ class Qwen3OmniAudio(EncoderAdapter):
         features, _ = _first_of(mm_kwargs, FEATURE_KEYS)
         target, at = inputs[WINDOWS], 0
         mel, width = target.shape[1:]
+        # One view for each side of a copy: slices of slices cost more than the copy itself.
+        mel_step, step = features.stride()
+        window_step, *steps = target.stride()
         for start, clips, frames in _runs(items, width):
             whole, rest = divmod(frames, width)
             windows = whole + (rest > 0)
-            source = features[:, start : start + clips * frames]
-            into = target[at : at + clips * windows]
+            source = features.storage_offset() + start * step
+            into = target.storage_offset() + at * window_step
             at += clips * windows
-            if not rest:
-                into.copy_(source.view(mel, clips * whole, width).transpose(0, 1))
-                continue
-            source = source.view(mel, clips, frames)
-            into = into.view(clips, windows, mel, width)
+            apart, apart_into = frames * step, windows * window_step
             if whole:
-                full = source[:, :, : whole * width].view(mel, clips, whole, width)
-                into[:, :whole].copy_(full.permute(1, 2, 0, 3))
-            into[:, whole, :, :rest].copy_(source[:, :, whole * width :].transpose(0, 1))
-            into[:, whole, :, rest:].zero_()
+                size = (clips, whole, mel, width)
+                full = features.as_strided(size, (apart, width * step, mel_step, step), source)
+                target.as_strided(size, (apart_into, window_step, *steps), into).copy_(full)
+            if rest:
+                source, into = source + whole * width * step, into + whole * window_step
+                used = (clips, mel, rest)
+                tail = features.as_strided(used, (apart, mel_step, step), source)
+                target.as_strided(used, (apart_into, *steps), into).copy_(tail)
+                spare, into = (clips, mel, width - rest), into + rest * steps[-1]
+                target.as_strided(spare, (apart_into, *steps), into).zero_()
         if at < target.shape[0]:
             target[at:].zero_()
 
