@@ -137,14 +137,15 @@ def _capture_here(
         recording.close()
         raise
     _settle(pool)
-    grown = max(0, torch.cuda.memory_reserved(pool.index) - reserved)
+    settled = torch.cuda.memory_reserved(pool.index)
     taken = free - torch.cuda.mem_get_info(pool.index)[0]
+    beside = min(max(0, taken - (settled - reserved)), _EXEC_BYTES)
     pool.remember_live()
     return CapturedGraph(
         request=request,
         handle=recording,
         pool=pool,
-        num_bytes=grown + min(max(0, taken - grown), _EXEC_BYTES),
+        num_bytes=max(0, settled - before) + beside,
         poison=pool.poison if pool.shared else None,
     )
 

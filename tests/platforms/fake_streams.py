@@ -55,7 +55,7 @@ class FakeTorch:
         self.free: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self.generator_captures = False
         self.capturing: dict[int, FakeGraph] = {}
-        self.reserved = 0
+        self.reserved = self.cached = 0
         self.free_bytes = 10 * 2**30
         self.device_gone = False
         self.replay_body: Callable[[], None] | None = None
@@ -96,8 +96,8 @@ class FakeTorch:
             stream=fake.stream_context,
             current_stream=fake.current,
             synchronize=fake.synchronize,
-            empty_cache=lambda: fake.log.append("empty_cache"),
-            memory_reserved=lambda _=None: fake.reserved,
+            empty_cache=fake.empty_cache,
+            memory_reserved=lambda _=None: fake.reserved + fake.cached,
             mem_get_info=lambda _=None: (fake.free_bytes, 80 * 2**30),
         )
         self._C = SimpleNamespace(
@@ -207,6 +207,10 @@ class FakeTorch:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     # allocator
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+        self.log.append("empty_cache")
 
     def begin_routing(self, _index: int, pool: tuple[int, int]) -> None:
         self.pool_users[pool] = self.pool_users.get(pool, 0) + 1

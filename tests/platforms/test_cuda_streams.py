@@ -615,19 +615,47 @@ def test_a_profile_captures_a_sample_and_interpolates_the_rest(fake):
 
 
 def test_a_profile_keeps_nothing(fake):
-    plugin.graphhal_profile_memory(sized(fake, {8: 1, 4: 1, 2: 1}))
-    gc.collect()
+    graphs: list[CapturedGraph] = []
+
+    def keep(request: CaptureRequest) -> CapturedGraph:
+        graphs.append(plugin.graphhal_capture(request))
+        return graphs[-1]
+
+    stream_capture.profile(sized(fake, {8: 1, 4: 1, 2: 1}), keep)
+    assert [graph.handle for graph in graphs] == [None] * 3
     assert [users for users in fake.pool_users.values() if users] == []
 
 
 def test_a_transient_is_counted_apart(fake):
     def forward() -> None:
         if not capturing(fake):
-            fake.reserved += 7 * 2**20
+            fake.cached = 7 * 2**20
+        else:
+            fake.reserved += 2 * 2**20
+            fake.free_bytes -= 2 * 2**20
 
-    profile = plugin.graphhal_profile_memory([request_for(fake, forward=forward, warmups=1)])
-    assert profile.settled_bytes == 0
-    assert profile.transient_bytes == 7 * 2**20
+    requests = [request_for(fake, forward=forward, size=size) for size in (8, 4)]
+    profile = plugin.graphhal_profile_memory(requests)
+    assert profile.settled_bytes == 4 * 2**20
+    assert profile.transient_bytes == 5 * 2**20  # 2 settled and 7 cached, of which 4 stay
+
+
+def test_what_warm_up_leaves_allocated_counts_as_the_graphs(fake):
+    def forward() -> None:
+        if not capturing(fake) and not fake.reserved:
+            fake.reserved += 32 * 2**20
+
+    assert captured(fake, forward=forward).num_bytes == 32 * 2**20
+
+
+def test_a_profile_that_runs_out_of_memory_charges_the_rest_nothing(fake):
+    def exhausted() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    requests = sized(fake, {800: 500, 700: 1, 400: 1, 100: 1})
+    object.__setattr__(requests[1], "forward", exhausted)
+    profile = plugin.graphhal_profile_memory(requests)
+    assert list(profile.per_graph.values()) == [500, 0, 0, 0]
 
 
 def test_a_profile_survives_what_capture_will_not(fake):
