@@ -23,7 +23,8 @@ from graphhal.testing import (
     replay,
     statistics,
 )
-from graphhal.testing.check import CHECKS, Check, CheckFailure, NotApplicable, Outcome, Result
+from graphhal.testing.check import CHECKS, Check, Outcome, Result
+from graphhal.testing.check_failure import CheckFailure, NotApplicable
 from graphhal.testing.subject import Subject, open_subject
 from graphhal.testing.toy_encoder import ToyEncoder, ToyItem
 

@@ -3,7 +3,8 @@
 import torch
 
 from graphhal.boundaries import Boundaries
-from graphhal.testing.check import CheckFailure, check
+from graphhal.testing.check import check
+from graphhal.testing.check_failure import CheckFailure
 from graphhal.testing.subject import Subject
 from graphhal.testing.toy_encoder import FULL, HEAD_DIM, HEADS, ToyItem, reference_attention
 
@@ -42,9 +43,7 @@ def attention_ignores_rows_past_the_end(subject: Subject) -> None:
     _attend(subject, HEAD_DIM**-0.5, strided=False, unused_rows=4, what="beside 4 rows of NaN")
 
 
-def _attend(
-    subject: Subject, scale: float, strided: bool, unused_rows: int, what: str
-) -> None:
+def _attend(subject: Subject, scale: float, strided: bool, unused_rows: int, what: str) -> None:
     lengths = (6, 2, 4)
     ends = Boundaries.from_lengths(lengths)
     rows = ends.rows + unused_rows
@@ -52,11 +51,13 @@ def _attend(
     fused = torch.randn(rows, 3, HEADS, HEAD_DIM, generator=draw).to(subject.dtype)
     fused[ends.rows :] = float("nan")
     device = fused.to(subject.device)
-    views = device.unbind(1) if strided else [part.contiguous() for part in device.unbind(1)]
+    query, key, value = device.unbind(1)
+    if not strided:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     cu_seqlens = torch.from_numpy(ends.cu_seqlens.copy()).to(subject.device)
     inputs: dict[str, torch.Tensor] = {FULL: cu_seqlens}
     with subject.step("eager", None, inputs, {FULL: ends}), torch.no_grad():
-        mixed = subject.info.attention(*views, cu_seqlens, ends.max_seqlen, scale)
+        mixed = subject.info.attention(query, key, value, cu_seqlens, ends.max_seqlen, scale)
     if mixed.shape != (rows, HEADS, HEAD_DIM):
         raise CheckFailure(
             f"attention returned shape {tuple(mixed.shape)}", f"({rows}, {HEADS}, {HEAD_DIM})"

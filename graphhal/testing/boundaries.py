@@ -1,8 +1,11 @@
 """Checks of the boundary update: every way in which sequences differ between two replays."""
 
+from contextlib import suppress
+
 import torch
 
-from graphhal.testing.check import CheckFailure, NotApplicable, check
+from graphhal.testing.check import check
+from graphhal.testing.check_failure import CheckFailure, NotApplicable
 from graphhal.testing.subject import EXAMPLE, Subject, ToyGraph, Toys
 from graphhal.testing.toy_encoder import ToyItem
 
@@ -67,14 +70,14 @@ def padding_rows_are_written(subject: Subject) -> None:
 def two_layers_have_their_own_ends(subject: Subject) -> None:
     """The windowed layer and the full layer of one graph get different boundaries."""
     toy = subject.capture()
-    items = (ToyItem(8, window=4), ToyItem(4))
+    items = (ToyItem(8, window=4), 4, 2)
     _replay(subject, toy, items, 1, "each boundary set to reach the layers that read it")
 
 
 @check("the attention's use of max_seqlen")
 def the_bound_is_the_captured_one(subject: Subject) -> None:
     """A sequence as long as the captured bound, longer than any that capture itself saw."""
-    toy = subject.capture(example=(8, 2), max_seqlen=12)
+    toy = subject.capture(example=(8, 2, 2), max_seqlen=12)
     _replay(subject, toy, (12, 2), 1, "max_seqlen as it was passed, not the example's longest")
 
 
@@ -89,10 +92,10 @@ def an_update_is_for_its_graph(subject: Subject) -> None:
 
 @check(_UPDATE)
 def back_to_back_replays_keep_theirs(subject: Subject) -> None:
-    """Eight replays queued without a wait, boundaries changing each time: none is merged or late."""
+    """Eight replays queued without a wait, each with other boundaries: none is merged or late."""
     toy = subject.capture()
     requests = [toy.encoder.request(((8, 2), (4, 4, 2))[n % 2], seed=n) for n in range(8)]
-    outputs = [toy.replay(mm_kwargs) for mm_kwargs in requests]
+    outputs = [toy.replay(mm_kwargs).clone() for mm_kwargs in requests]
     for number, (output, mm_kwargs) in enumerate(zip(outputs, requests, strict=True)):
         subject.expect_reference(
             output,
@@ -149,11 +152,8 @@ def an_eager_call_leaves_boundaries_alone(subject: Subject) -> None:
 def a_step_that_fails_leaves_no_debt(subject: Subject) -> None:
     """A step left by an exception after its update does not spoil the next replay."""
     toy = subject.capture()
-    try:
-        with toy.launched(toy.encoder.request((2, 4), seed=1)):
-            raise KeyError("the copy-out fails on purpose")
-    except KeyError:
-        pass
+    with suppress(KeyError), toy.launched(toy.encoder.request((4, 4, 2), seed=1)):
+        raise KeyError("the copy-out fails on purpose")
     _replay(subject, toy, EXAMPLE, 2, "the next step to start afresh")
 
 
@@ -170,5 +170,3 @@ def a_block_may_be_reused(subject: Subject) -> None:
     toy.output.cpu()
     if not torch.equal(host.block, before):
         raise CheckFailure("the update wrote into HostUpdate.block", "the block only read")
-
-

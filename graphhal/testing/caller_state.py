@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
-from graphhal.testing.check import CheckFailure
+from graphhal.testing.check_failure import CheckFailure
 
 
 @contextmanager
@@ -35,21 +35,30 @@ class CallerState:
         self._device = device
         self._before = _snapshot(device)
 
-    def expect_unchanged(self, when: str, hook: str | None = None) -> None:
+    def expect_unchanged(self, when: str) -> None:
         """Compare with now.
 
         Raises:
-            CheckFailure: names what changed. What can be put back is, so that one fault does not
-                spill over into the next check.
+            CheckFailure: names what changed.
         """
         after = _snapshot(self._device)
         changed = [name for name, value in self._before.items() if after[name] != value]
-        if "grad mode" in changed:
-            torch.set_grad_enabled(bool(self._before["grad mode"]))
-        if not changed:
-            return
-        shown = "; ".join(f"{n} is {after[n]}, was {self._before[n]}" for n in changed)
-        raise CheckFailure(f"{when}, {shown}", "the caller's state as it was", hook)
+        if changed:
+            shown = "; ".join(f"{n} is {after[n]}, was {self._before[n]}" for n in changed)
+            raise CheckFailure(f"{when}, {shown}", "the caller's state as it was")
+
+
+@contextmanager
+def modes_put_back() -> Iterator[None]:
+    """Undo what a faulty hook left on, so that one fault does not spill into the next check."""
+    grad = torch.is_grad_enabled()
+    dispatch = len(_get_current_dispatch_mode_stack())
+    try:
+        yield
+    finally:
+        while len(_get_current_dispatch_mode_stack()) > dispatch:
+            _pop_mode()
+        torch.set_grad_enabled(grad)
 
 
 def _snapshot(device: torch.device) -> dict[str, object]:
@@ -57,7 +66,7 @@ def _snapshot(device: torch.device) -> dict[str, object]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "dispatch modes": [type(m).__name__ for m in _get_current_dispatch_mode_stack()],
-        "function modes": [type(m).__name__ for m in _get_current_function_mode_stack()],
+        "function modes": [type(m).__name__ for m in _function_modes()],  # type: ignore[no-untyped-call]
         "default dtype": torch.get_default_dtype(),
         "autocast": torch.is_autocast_enabled(device.type),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),

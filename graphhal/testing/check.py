@@ -8,28 +8,11 @@ from enum import StrEnum
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from graphhal.testing.caller_state import modes_put_back
+from graphhal.testing.check_failure import CheckFailure, NotApplicable
+
 if TYPE_CHECKING:
     from graphhal.testing.subject import Subject
-
-
-class CheckFailure(AssertionError):  # noqa: N818  (pytest shows an AssertionError as a failure)
-    """A platform did not do what the contract asks.
-
-    Args:
-        did: what the platform did, as a clause (`"replay 2 returned the output of replay 1"`).
-        expected: what it should have done.
-        hook: the hook, or the part of `PlatformInfo`, to look at; by default the check's own.
-    """
-
-    def __init__(self, did: str, expected: str, hook: str | None = None) -> None:
-        super().__init__(did, expected, hook)
-        self.did = did
-        self.expected = expected
-        self.hook = hook
-
-
-class NotApplicable(Exception):  # noqa: N818  (an outcome, not an error)
-    """The platform's own description says that the question does not arise; says why."""
 
 
 class Outcome(StrEnum):
@@ -115,7 +98,8 @@ class Check:
         started = perf_counter()
         outcome, detail = Outcome.PASSED, ""
         try:
-            self(subject)
+            with modes_put_back():
+                self(subject)
         except CheckFailure as failure:
             outcome, detail = Outcome.FAILED, str(failure)
         except NotApplicable as reason_why:
@@ -126,9 +110,7 @@ class Check:
 
     def _worded(self, did: str, expected: str, hook: str | None) -> CheckFailure:
         failure = CheckFailure(did, expected, hook or self.hook)
-        failure.args = (
-            f"{self.name}: {did}. Expected: {expected}. To look at: {failure.hook}",
-        )
+        failure.args = (f"{self.name}: {did}. Expected: {expected}. To look at: {failure.hook}",)
         return failure
 
 

@@ -4,7 +4,8 @@ import weakref
 
 from graphhal.errors import ReplayError
 from graphhal.testing.caller_state import still_alive, young_garbage
-from graphhal.testing.check import CheckFailure, NotApplicable, check
+from graphhal.testing.check import check
+from graphhal.testing.check_failure import CheckFailure, NotApplicable
 from graphhal.testing.contract import in_fresh_process
 from graphhal.testing.subject import EXAMPLE, Subject
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import torch
 
 from graphhal.testing.caller_state import still_alive, young_garbage
-from graphhal.testing.check import CheckFailure, NotApplicable, check
+from graphhal.testing.check import check
+from graphhal.testing.check_failure import CheckFailure, NotApplicable
 from graphhal.testing.subject import EXAMPLE, Subject, ToyGraph
 
 Inputs = Mapping[str, torch.Tensor]
@@ -67,9 +68,7 @@ def the_profile_foretells_capture(subject: Subject) -> None:
 @check("graphhal_profile_memory")
 def the_profile_names_every_graph(subject: Subject) -> None:
     """`per_graph` has the bytes of every requested key, so that a limit can drop the right ones."""
-    requests = [
-        _heavy(subject, share).request(EXAMPLE, None) for share in (4, 8)
-    ]
+    requests = [_heavy(subject, share).request(EXAMPLE, None) for share in (4, 8)]
     profile = subject.platform.profile_memory(requests)
     missing = [str(r.key) for r in requests if r.key not in profile.per_graph]
     if missing:
@@ -109,10 +108,7 @@ def poison_shows_unwritten_rows(subject: Subject) -> None:
             "a callable; or this check's name in PlatformInfo.unclaimed, with the reason",
         )
     graph.poison()
-    request.output.zero_()
-    with subject.step("replay", graph, request.inputs, request.boundaries):
-        subject.platform.replay(graph)
-    rows = request.output.float().cpu()
+    rows = subject.launch(graph)
     if not bool(rows[4:].isnan().all()):
         raise CheckFailure(
             "rows of scratch memory that nothing writes came out as numbers after poison",
@@ -122,14 +118,14 @@ def poison_shows_unwritten_rows(subject: Subject) -> None:
 
 @check("CapturedGraph.poison")
 def poison_spares_what_is_in_use(subject: Subject) -> None:
-    """`poison` fills free memory only: host metadata on the device, weights and outputs stay."""
+    """`poison` fills free memory only: weights, and outputs that callers own, stay."""
     toy = subject.capture()
     if toy.graph.poison is None:
         raise NotApplicable("CapturedGraph.poison is None")
     mm_kwargs = toy.encoder.request((4, 4, 2), seed=1)
     output = toy.replay(mm_kwargs)
     toy.graph.poison()
-    again = toy.replay(mm_kwargs, update=not subject.info.boundaries_persist)
+    again = toy.replay(mm_kwargs)
     for got, which in ((output, "an output from before"), (again, "a replay after")):
         subject.expect_reference(
             got, toy.encoder, mm_kwargs, f"{which} the poison", "only free memory to be filled"

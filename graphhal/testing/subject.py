@@ -27,7 +27,7 @@ from graphhal.platform import (
     Unavailable,
 )
 from graphhal.settings import Settings
-from graphhal.testing.check import CheckFailure
+from graphhal.testing.check_failure import CheckFailure
 from graphhal.testing.toy_encoder import FULL, LEVEL_WIDTH, ToyEncoder, ToyItem
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -105,7 +105,9 @@ class Subject:
         graph = self.platform.capture(request)
         if not isinstance(graph, CapturedGraph):
             raise CheckFailure(
-                f"capture returned {graph!r}", "a graphhal.platform.CapturedGraph", "graphhal_capture"
+                f"capture returned {graph!r}",
+                "a graphhal.platform.CapturedGraph",
+                "graphhal_capture",
             )
         self._graphs.append(graph)
         return graph
@@ -122,6 +124,17 @@ class Subject:
         request = drawn.request(EXAMPLE, pool)
         call = partial(forward, request.inputs, request.output)
         return replace(request, forward=call, warmups=warmups)
+
+    def launch(self, graph: CapturedGraph) -> torch.Tensor:
+        """Replay a graph over a cleared static output; the output as float64 on the host.
+
+        Cleared, since warm-up left there what the replay should write.
+        """
+        request = graph.request
+        request.output.zero_()
+        with self.step("replay", graph, request.inputs, request.boundaries):
+            self.platform.replay(graph)
+        return request.output.cpu().double()
 
     def step(
         self,
@@ -275,8 +288,9 @@ class ToyGraph:
         return HostUpdate(boundaries, _block(self.encoder, self.layout, items, boundaries))
 
     def poison(self) -> None:
-        """Fill all that a replay must not read, as the engine's self-check does."""
-        self.arena.poison()
+        """Fill what a replay must write before it reads: bulk inputs, output, the pool's rest."""
+        self.arena.bulk.fill_(0xFF)
+        self.arena.output.fill_(float("nan"))
         if self.graph.poison is not None:
             self.graph.poison()
 

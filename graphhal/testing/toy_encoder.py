@@ -6,6 +6,7 @@ token, two output levels. Adapter of the conformance suite; vendors may use it a
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ LEVEL_WIDTH = 48
 ROWS_PER_TOKEN = 2
 FULL = "cu_seqlens"
 WINDOWED = "cu_window_seqlens"
+_PROJECTIONS = ("query", "key", "value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +83,9 @@ class ToyEncoder(EncoderAdapter):
         self.slots = slots
         self._path = path
         self._attention: VarlenAttention | None = None
-        draw = torch.Generator().manual_seed(20)
-
-        def weight(rows: int, columns: int) -> torch.Tensor:
-            values = torch.randn(rows, columns, generator=draw) * rows**-0.5
-            return values.to(dtype).to(device)
-
         self.weights = {
-            "input": weight(PIXELS, WIDTH),
-            "phase": weight(1, WIDTH),
-            "query_1": weight(WIDTH, WIDTH),
-            "key_1": weight(WIDTH, WIDTH),
-            "value_1": weight(WIDTH, WIDTH),
-            "query_2": weight(WIDTH, WIDTH),
-            "key_2": weight(WIDTH, WIDTH),
-            "value_2": weight(WIDTH, WIDTH),
-            "level_1": weight(ROWS_PER_TOKEN * WIDTH, LEVEL_WIDTH),
-            "level_2": weight(ROWS_PER_TOKEN * WIDTH, LEVEL_WIDTH),
+            name: weight.to(dtype=dtype, device=device, copy=True)
+            for name, weight in _weights().items()
         }
 
     def prepare(self, platform: Platform) -> None:
@@ -201,7 +189,7 @@ class ToyEncoder(EncoderAdapter):
             raise RuntimeError("ToyEncoder.prepare(platform) was not called")
         query, key, value = (
             (rows @ self.weights[f"{name}_{layer}"]).view(-1, HEADS, HEAD_DIM)
-            for name in ("query", "key", "value")
+            for name in _PROJECTIONS
         )
         mixed = self._attention(query, key, value, cu_seqlens, max_seqlen, HEAD_DIM**-0.5)
         return mixed.reshape(rows.shape)
@@ -254,6 +242,19 @@ class ToyEncoder(EncoderAdapter):
         return outputs
 
 
+@cache
+def _weights() -> dict[str, torch.Tensor]:
+    """Seeded float32 weights on the host."""
+    draw = torch.Generator().manual_seed(20)
+    shapes = {"input": (PIXELS, WIDTH), "phase": (1, WIDTH)}
+    shapes |= {f"{name}_{layer}": (WIDTH, WIDTH) for name in _PROJECTIONS for layer in "12"}
+    shapes |= {f"level_{level}": (ROWS_PER_TOKEN * WIDTH, LEVEL_WIDTH) for level in "12"}
+    return {
+        name: torch.randn(shape, generator=draw) * shape[0] ** -0.5
+        for name, shape in shapes.items()
+    }
+
+
 def _toy(item: ItemSpec) -> ToyItem:
     if not isinstance(item.signature, ToyItem):
         raise InputError(f"{item!r} is no item of ToyEncoder", item.index)
@@ -264,8 +265,7 @@ def _reference_attention(
     rows: torch.Tensor, weights: Mapping[str, torch.Tensor], layer: str, lengths: Sequence[int]
 ) -> torch.Tensor:
     query, key, value = (
-        (rows @ weights[f"{name}_{layer}"]).view(-1, HEADS, HEAD_DIM)
-        for name in ("query", "key", "value")
+        (rows @ weights[f"{name}_{layer}"]).view(-1, HEADS, HEAD_DIM) for name in _PROJECTIONS
     )
     return reference_attention(query, key, value, lengths, HEAD_DIM**-0.5).reshape(rows.shape)
 
@@ -279,7 +279,7 @@ def reference_attention(
 ) -> torch.Tensor:
     """Attention within each sequence, for (rows, heads, head_dim) float64 host tensors."""
     parts = []
-    for q, k, v in zip(*(t.split(list(lengths)) for t in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(t, list(lengths)) for t in (query, key, value)), strict=True):
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(parts)

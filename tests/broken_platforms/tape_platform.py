@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from graphhal.errors import CaptureError, HostReadError, ReplayError
 from graphhal.hookspecs import hookimpl
@@ -48,36 +47,50 @@ class RefuseHostMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass
+class Launch:
+    """One operator of a recording; `outputs` are the tensors that it writes, if it is no in-place
+    one."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    outputs: list[torch.Tensor] | None
+
+    def run(self) -> None:
+        again = self.func(*self.args, **self.kwargs)
+        if self.outputs is not None:
+            for old, new in zip(self.outputs, _tensors(again), strict=True):
+                old.copy_(new)
+
+
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.launches: list[Callable[[], None]] = []
+        self.launches: list[Launch] = []
         self.memory: list[torch.Tensor] = []
+        self.reads_uninitialised = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in HOST_READS:
             raise HostReadError(f"captured code called {func}")
         result = func(*args, **kwargs)
-        outputs = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        outputs = _tensors(result)
         if func._schema.is_mutable:
-            self.launches.append(lambda: func(*args, **kwargs))
+            self.launches.append(Launch(func, args, kwargs, None))
         elif not _is_view(outputs, args):
             self.memory += outputs
-            if func.overloadpacket.__name__ not in UNINITIALISED:
-                self.launches.append(lambda: self._again(func, args, kwargs, outputs))
+            if func.overloadpacket.__name__ in UNINITIALISED:
+                self.reads_uninitialised = True
+            else:
+                self.launches.append(Launch(func, args, kwargs, outputs))
         return result
-
-    @staticmethod
-    def _again(func, args, kwargs, outputs):
-        again = [t for t in tree_flatten(func(*args, **kwargs))[0] if isinstance(t, torch.Tensor)]
-        for old, new in zip(outputs, again, strict=True):
-            old.copy_(new)
 
     def run(self) -> None:
         with torch.inference_mode():
             for launch in self.launches:
-                launch()
+                launch.run()
 
 
 class Scope:
@@ -168,18 +181,41 @@ class TapePlatform:
         written = sequence < len(ends)
         start = cu_seqlens[sequence.clamp(max=len(ends) - 1)]
         seen = (sequence[:, None] == sequence) & (row - start < max_seqlen)
-        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        scores = query.transpose(0, 1) @ key.permute(1, 2, 0) * scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         value = torch.where(written[:, None, None], value, 0.0)
-        out = torch.einsum("hqk,khd->qhd", weights, value)
+        out = (weights @ value.transpose(0, 1)).transpose(0, 1)
         return torch.where(written[:, None, None], out, torch.empty_like(out))
 
 
-def _is_view(outputs, args) -> bool:
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [inner for value in values for inner in _tensors(value)] if _nested(values) else []
+
+
+def _nested(values: Any) -> bool:
+    return isinstance(values, list | tuple)
+
+
+def _is_view(outputs: list[torch.Tensor], args: Any) -> bool:
     """By storage: an operator like `reshape` is a view at times only."""
-    given = [t for t in tree_flatten(args)[0] if isinstance(t, torch.Tensor)]
-    places = {t.untyped_storage().data_ptr() for t in given if t.numel()}
+    places = {t.untyped_storage().data_ptr() for t in _tensors(args) if t.numel()}
     return any(t.untyped_storage().data_ptr() in places for t in outputs)
+
+
+def map_foreign_tensors(graph: CapturedGraph, replace_by: Callable[[torch.Tensor], Any]) -> None:
+    """Replace every tensor that a recording reads but neither made nor was given: the weights."""
+    known = [*graph.request.inputs.values(), graph.request.packed, graph.request.output]
+    places = {t.untyped_storage().data_ptr() for t in (*known, *graph.handle.memory)}
+    replaced: dict[int, Any] = {}
+    for launch in graph.handle.launches:
+        launch.args = [
+            replaced.setdefault(id(a), replace_by(a))
+            if isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() not in places
+            else a
+            for a in launch.args
+        ]
 
 
 def _in_pool(request: CaptureRequest, pool: Pool) -> CaptureRequest:
