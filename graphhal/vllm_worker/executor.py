@@ -46,6 +46,8 @@ def build(
     """
     if not wants_encoder_graphs(vllm_config):
         return None
+    # vLLM configures its own logger alone: lines of graphhal would be seen by nobody.
+    logging.getLogger("graphhal").parent = logging.getLogger("vllm")
     has_protocol = hasattr(model, "encoder_cudagraph_forward")
     problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
     if problem is None:

@@ -1,6 +1,7 @@
 """Real vLLM on a machine without a GPU: small towers of its own classes, runners, a peer manager."""
 
 import contextlib
+import logging
 import tempfile
 import types
 from collections.abc import Iterator
@@ -64,6 +65,20 @@ def filled(module: Any, seed: int = 0) -> Any:
         if hasattr(part, "quant_method"):
             part.quant_method.process_weights_after_loading(part)
     return module.eval()
+
+
+@contextlib.contextmanager
+def log_of(name: str, caplog: Any) -> Iterator[None]:
+    """Lets `caplog` see a logger that hangs below vLLM's, which does not propagate."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -281,3 +296,40 @@ def make_manager(config: Any, model: Any) -> Any:
         model=model,
     )
     return GPUModelRunner._create_encoder_cudagraph_manager(runner)
+
+
+class StandInGraph:
+    """Replays by calling the captured function again, as a device graph re-runs its kernels."""
+
+    def bind(self, model: Any, metadata: Any) -> None:
+        self.replay = lambda: metadata.output_buffer.copy_(
+            model.encoder_cudagraph_forward(dict(metadata.input_buffers))
+        )
+
+
+def peer_manager(config: Any, model: Any, monkeypatch: Any) -> Any:
+    """vLLM's own manager, captured, with a stand-in for the device graph."""
+    from vllm.model_executor.layers.attention import mm_encoder_attention
+    from vllm.v1.attention.ops.vit_attn_wrappers import apply_sdpa
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    def sdpa_with_tail(
+        q: Any, k: Any, v: Any, scale: Any = None, cu_seqlens: Any = None, enable_gqa: bool = False
+    ) -> torch.Tensor:
+        """vLLM's CPU attention refuses the rows past the last end that its manager leaves there."""
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        lengths.append(q.shape[1] - sum(lengths))
+        parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
+        done = [apply_sdpa(*part, scale=scale, enable_gqa=enable_gqa) for part in parts]
+        return torch.cat(done, dim=1)
+
+    monkeypatch.setattr(mm_encoder_attention, "vit_torch_sdpa_wrapper", sdpa_with_tail)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *a, **k: contextlib.nullcontext())
+    manager = object.__new__(EncoderCudaGraphManager)
+    manager.__init__(config, torch.device("cpu"), torch.float32, model)
+    manager.capture(None)
+    for graphs in manager.budget_graphs.values():
+        for metadata in graphs.values():
+            metadata.graph.bind(model, metadata)
+    return manager

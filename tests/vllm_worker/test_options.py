@@ -1,0 +1,197 @@
+"""One flag, options from three places, refusals: what turns graphs on, off, and what is an error."""
+
+import types
+from typing import Any
+
+import pytest
+
+from graphhal.errors import SettingsError
+from graphhal.settings import Settings
+from graphhal.vllm_worker import refusals
+from graphhal.vllm_worker.limits import dense_budgets, limits_of, merged, most_tokens
+from graphhal.vllm_worker.plugin import wants_encoder_graphs
+
+
+def compilation(**options: Any) -> Any:
+    known = {
+        "cudagraph_mm_encoder": True,
+        "encoder_cudagraph_token_budgets": [],
+        "encoder_cudagraph_max_vision_items_per_batch": 0,
+        "encoder_cudagraph_max_frames_per_batch": None,
+        "cudagraph_mode": "FULL",
+    }
+    return types.SimpleNamespace(**(known | options))
+
+
+def multimodal(**limits: int) -> Any:
+    return types.SimpleNamespace(get_limit_per_prompt=lambda name: limits.get(name, 1))
+
+
+def config(**options: Any) -> Any:
+    return types.SimpleNamespace(
+        compilation_config=compilation(**options),
+        model_config=types.SimpleNamespace(multimodal_config=multimodal(), enforce_eager=False),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=2048),
+        lora_config=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "wanted"),
+    [
+        (config(), True),
+        (config(cudagraph_mm_encoder=False), False),
+        (config(cudagraph_mm_encoder="true"), False),
+        (types.SimpleNamespace(compilation_config=types.SimpleNamespace()), False),
+        (types.SimpleNamespace(), False),
+        (None, False),
+    ],
+)
+def test_unknown_means_no(vllm_config: Any, wanted: bool) -> None:
+    assert wants_encoder_graphs(vllm_config) is wanted
+
+
+def test_vllms_options_are_honoured() -> None:
+    settings = merged(
+        Settings(),
+        compilation(
+            encoder_cudagraph_token_budgets=[256, 64, 64],
+            encoder_cudagraph_max_vision_items_per_batch=3,
+            encoder_cudagraph_max_frames_per_batch=12,
+        ),
+    )
+    assert settings.token_budgets == (64, 256)
+    assert (settings.max_items, settings.max_frames) == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "names"),
+    [
+        (
+            {"token_budgets": [64]},
+            {"encoder_cudagraph_token_budgets": [128]},
+            ("encoder_cudagraph_token_budgets is [128]", "token_budgets is [64]"),
+        ),
+        (
+            {"max_items": 2},
+            {"encoder_cudagraph_max_vision_items_per_batch": 4},
+            ("max_vision_items_per_batch is 4", "max_items is 2"),
+        ),
+        (
+            {"max_frames": 2},
+            {"encoder_cudagraph_max_frames_per_batch": 4},
+            ("max_frames_per_batch is 4", "max_frames is 2"),
+        ),
+    ],
+)
+def test_a_conflict_is_an_error_that_names_both(
+    own: dict[str, Any], theirs: dict[str, Any], names: tuple[str, str]
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        merged(Settings(**own), compilation(**theirs))
+    assert all(name in str(raised.value) for name in names)
+
+
+def test_the_environment_conflicts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHHAL_MAX_ITEMS", "2")
+    with pytest.raises(SettingsError, match="max_items is 2"):
+        merged(Settings(), compilation(encoder_cudagraph_max_vision_items_per_batch=4))
+
+
+def test_equal_options_are_no_conflict() -> None:
+    settings = merged(
+        Settings(token_budgets=[64, 128]), compilation(encoder_cudagraph_token_budgets=[128, 64])
+    )
+    assert settings.token_budgets == (64, 128)
+
+
+def test_unknown_option_in_additional_config() -> None:
+    from graphhal.vllm_worker.towers import settings_of
+
+    with pytest.raises(SettingsError, match="unknown option 'budgets'"):
+        settings_of(types.SimpleNamespace(additional_config={"graphhal": {"budgets": [1]}}))
+    with pytest.raises(SettingsError, match="'gemma' is not known"):
+        settings_of(types.SimpleNamespace(additional_config={"graphhal": {"vllm_models": "gemma"}}))
+    assert settings_of(types.SimpleNamespace(additional_config=None)).vllm_models == ()
+    assert settings_of(types.SimpleNamespace()).vllm_models == ()
+
+
+def test_chosen_ladder_stays_in_the_models_range() -> None:
+    model = types.SimpleNamespace(get_encoder_cudagraph_budget_range=lambda _: (64, 2048))
+    limits = limits_of(Settings(max_tokens=512), config(), model)
+    assert (limits.low, limits.high) == (64, 512)
+    assert most_tokens(Settings(), config()) == 2048
+    budgets = dense_budgets(2048)
+    assert budgets[-1] == 2048
+    assert all(b / a <= 1.126 for a, b in zip(budgets, budgets[1:], strict=False) if a >= 128)
+
+
+def test_items_and_frames_never_exceed_a_graphs_tokens() -> None:
+    model = types.SimpleNamespace(get_encoder_cudagraph_budget_range=lambda _: (64, 2048))
+    limits = limits_of(Settings(max_items=8, max_frames=64), config(), model)
+    assert (limits.items_for(4), limits.frames_for(4)) == (4, 4)
+    assert (limits.items_for(512), limits.frames_for(512)) == (8, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c, m: setattr(c.compilation_config, "cudagraph_mode", "NONE"), "NONE"),
+        (
+            lambda c, m: setattr(
+                c.compilation_config, "cudagraph_mode", types.SimpleNamespace(name="NONE")
+            ),
+            "NONE",
+        ),
+        (lambda c, m: setattr(c.model_config, "enforce_eager", True), "enforce_eager"),
+        (
+            lambda c, m: setattr(
+                c, "lora_config", types.SimpleNamespace(enable_tower_connector_lora=True)
+            ),
+            "LoRA",
+        ),
+        (lambda c, m: setattr(m, "is_multimodal_pruning_enabled", True), "pruning"),
+        (lambda c, m: setattr(c.model_config, "multimodal_config", None), "no multimodal"),
+    ],
+)
+def test_engines_that_must_not_have_graphs(change: Any, reason: str) -> None:
+    vllm_config, model = config(), types.SimpleNamespace()
+    assert refusals.engine_refusal(vllm_config, model, is_first_stage=True) is None
+    change(vllm_config, model)
+    refusal = refusals.engine_refusal(vllm_config, model, is_first_stage=True)
+    assert refusal is not None
+    assert reason in refusal
+
+
+def test_lora_of_the_language_model_alone_is_allowed() -> None:
+    vllm_config = config()
+    vllm_config.lora_config = types.SimpleNamespace(enable_tower_connector_lora=False)
+    assert refusals.engine_refusal(vllm_config, types.SimpleNamespace(), True) is None
+    vllm_config.lora_config = types.SimpleNamespace()
+    assert refusals.engine_refusal(vllm_config, types.SimpleNamespace(), True) is None
+
+
+def test_later_pipeline_ranks_capture_nothing() -> None:
+    refusal = refusals.engine_refusal(config(), types.SimpleNamespace(), is_first_stage=False)
+    assert refusal == "only the first pipeline rank encodes"
+
+
+def test_dynamic_fp8_scales_change_on_the_host() -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert refusals.engine_refusal(config(), model, True) is None
+    model[0]._fp8_dynamic_scale = True
+    refusal = refusals.engine_refusal(config(), model, True)
+    assert refusal is not None
+    assert "fp8" in refusal
+
+
+def test_modalities_that_no_request_can_carry_get_no_graphs() -> None:
+    vllm_config = config()
+    vllm_config.model_config.multimodal_config = multimodal(video=0)
+    assert refusals.enabled_modalities(("image", "video"), vllm_config) == ("image",)
+
+
+def test_embeddings_are_refused_and_pixels_are_not() -> None:
+    assert refusals.request_refusal({"image_embeds": 1}) == "pre-computed embeddings"
+    assert refusals.request_refusal({"image_embeds": None, "pixel_values": 1}) is None

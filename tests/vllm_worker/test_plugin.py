@@ -1,0 +1,164 @@
+"""The entry point in processes that vLLM starts: loaded, idempotent, invisible without the flag."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+PRELUDE = """
+import os, sys
+import torch
+if "+cpu" in torch.__version__:
+    import torchvision_schemas
+"""
+
+
+def python(code: str, **environment: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+def test_registering_imports_neither_torch_nor_vllm() -> None:
+    out = python(
+        "import sys\n"
+        "from graphhal.vllm_worker import plugin\n"
+        "plugin.register(); plugin.register()\n"
+        "print([n for n in ('torch', 'vllm', 'pydantic') if n in sys.modules],"
+        " sum(type(f).__name__ == '_Watch' for f in sys.meta_path))"
+    )
+    assert out.strip() == "[] 1"
+
+
+def test_a_watched_module_looks_untouched(tmp_path: Path) -> None:
+    """Loader and spec are the module's own afterwards, and an import error stays one."""
+    folder = tmp_path / "vllm" / "v1" / "worker"
+    folder.mkdir(parents=True)
+    (folder / "encoder_cudagraph.py").write_text("class EncoderCudaGraphManager: pass\n")
+    code = (
+        "import sys\n"
+        "from graphhal.vllm_worker import plugin\n"
+        "plugin.register()\n"
+        "import vllm.v1.worker.encoder_cudagraph as m\n"
+        "print(type(m.__loader__).__name__, type(m.__spec__.loader).__name__,"
+        " '__new__' in vars(m.EncoderCudaGraphManager))\n"
+    )
+    assert python(code, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}").split() == [
+        "SourceFileLoader",
+        "SourceFileLoader",
+        "True",
+    ]
+
+
+@pytest.mark.parametrize(("flag", "visible"), [("False", "False"), ("True", "True")])
+def test_nothing_is_replaced_where_the_configuration_in_sight_says_off(
+    tmp_path: Path, flag: str, visible: str
+) -> None:
+    folder = tmp_path / "vllm" / "v1" / "worker"
+    folder.mkdir(parents=True)
+    (folder / "encoder_cudagraph.py").write_text("class EncoderCudaGraphManager: pass\n")
+    code = (
+        "import types\n"
+        "from graphhal.vllm_worker import plugin\n"
+        "plugin._admit = lambda config: None\n"
+        "plugin.register()\n"
+        "def start(vllm_config):\n"
+        "    import vllm.v1.worker.encoder_cudagraph as m\n"
+        "    return '__new__' in vars(m.EncoderCudaGraphManager)\n"
+        "compilation = types.SimpleNamespace(cudagraph_mm_encoder=" + flag + ")\n"
+        "print(start(types.SimpleNamespace(compilation_config=compilation)))\n"
+    )
+    out = python(code, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert out.strip() == visible
+
+
+@pytest.mark.vllm
+def test_a_spawned_worker_loads_the_entry_point() -> None:
+    """`WorkerWrapperBase.init_worker` of a spawned process, as vLLM's executors start it."""
+    code = PRELUDE + """
+import multiprocessing
+
+def worker(queue):
+    import torch
+    if "+cpu" in torch.__version__:
+        import torchvision_schemas
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    load_general_plugins()
+    queue.put(sum(type(f).__name__ == "_Watch" for f in sys.meta_path))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=worker, args=(queue,))
+    process.start()
+    print(queue.get(timeout=200))
+    process.join()
+"""
+    script = HERE / "spawned_worker_probe.py"
+    script.write_text(code)
+    try:
+        for plugins, expected in ((None, "1"), ("graphhal", "1"), ("other", "0")):
+            environment = {**os.environ}
+            environment.pop("VLLM_PLUGINS", None)
+            if plugins is not None:
+                environment["VLLM_PLUGINS"] = plugins
+            found = subprocess.run(
+                [sys.executable, str(script)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            assert found.returncode == 0, found.stderr[-3000:]
+            assert found.stdout.split()[-1] == expected
+    finally:
+        script.unlink()
+
+
+@pytest.mark.vllm
+def test_without_the_flag_vllm_is_as_it_was() -> None:
+    """Every attribute of the modules that graphhal touches, before and after registering."""
+    code = PRELUDE + """
+import logging
+records = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        records.append(record)
+logging.getLogger().addHandler(Keep())
+logging.getLogger("graphhal").setLevel(logging.DEBUG)
+from graphhal.vllm_worker import plugin
+plugin.register()
+import types
+class Worker:
+    def __init__(self):
+        off = types.SimpleNamespace(cudagraph_mm_encoder=False)
+        self.vllm_config = types.SimpleNamespace(compilation_config=off)
+    def start(self):
+        import vllm.v1.worker.encoder_cudagraph as a
+        import vllm.v1.worker.gpu.model_states.interface as b
+        import vllm.model_executor.models.interfaces as c
+        return a, b, c
+a, b, c = Worker().start()
+manager = a.EncoderCudaGraphManager
+print(b.EncoderCudaGraphManager is manager, "__new__" in vars(manager), manager.__module__)
+print(len(list(c.SupportsEncoderCudaGraph._abc_registry)) if hasattr(c.SupportsEncoderCudaGraph, "_abc_registry") else 0)
+print([n for n in sys.modules if n.startswith("graphhal.") and n not in (
+    "graphhal.vllm_worker", "graphhal.vllm_worker.plugin", "graphhal.vllm_worker.touched")])
+print(max([r.levelno for r in records if r.name.startswith("graphhal")], default=0) <= logging.DEBUG)
+"""
+    lines = python(code).strip().splitlines()
+    assert lines[-4] == "True False vllm.v1.worker.encoder_cudagraph"
+    assert lines[-3:] == ["0", "[]", "True"]

@@ -1,0 +1,215 @@
+"""Real towers, real runners of vLLM, the cpu platform: hits, fallback, equality with the peer."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+
+def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    assert [part.shape for part in ours] == [part.shape for part in theirs]
+    return max(
+        float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def groups_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
+    import vllm_on_cpu as on_cpu
+
+    groups = [
+        ("image", on_cpu.image_group(model, [[1, 8, 8], [1, 4, 8]])),
+        ("video", on_cpu.video_group(model, [[2, 4, 8]])),
+    ]
+    if hasattr(model, "audio_tower"):
+        groups.append(("audio", on_cpu.audio_group(model, [230, 100])))
+    return groups
+
+
+@pytest.mark.parametrize("adapter", ["own", "protocol"])
+@pytest.mark.parametrize("tower", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_are_replayed_by_both_runners(
+    engine: Any, tower: str, adapter: str, dtype: torch.dtype
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    engine.additional_config["graphhal"]["vllm_adapter"] = adapter
+    model = getattr(on_cpu, tower)(engine, dtype)
+    manager = on_cpu.make_manager(engine, model)
+    assert type(manager).__name__ == "EncoderGraphExecutor"
+    assert not manager.is_captured()
+    manager.capture(graph_pool=None)
+    assert manager.is_captured()
+    groups = [
+        (modality, {k: v.to(dtype) if v.is_floating_point() else v for k, v in group.items()})
+        for modality, group in groups_of(model)
+    ]
+    eager = on_cpu.run_v1(model, engine, None, groups)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert worst(on_cpu.run_v1(model, engine, manager, groups), eager) < tolerance
+    assert worst(on_cpu.run_v2(model, manager, groups), eager) < tolerance
+    stats = manager.get_cumulative_stats()
+    assert stats["hits"] == {"image": 4, "video": 2}
+    assert stats["graph_misses"] == 0
+    assert stats["dropped"] == []
+    assert stats["encoders"][0].startswith("vllm_qwen" if adapter == "own" else "Qwen")
+
+
+def test_thinker_has_graphs_for_pictures_films_and_speech_on_opt_in(engine: Any) -> None:
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import plugin
+
+    model = on_cpu.qwen3_omni(engine)
+    engine.additional_config["graphhal"]["vllm_models"] = "qwen3_omni"
+    plugin.install(engine)
+    manager = on_cpu.make_manager(engine, model)
+    # The thinker's audio graphs have their own sizes: vLLM's vision budgets do not bound them.
+    manager.capture(graph_pool=None)
+    groups = groups_of(model)
+    eager = on_cpu.run_v1(model, engine, None, groups)
+    assert worst(on_cpu.run_v1(model, engine, manager, groups), eager) < 1e-5
+    assert worst(on_cpu.run_v2(model, manager, groups), eager) < 1e-5
+    stats = manager.get_cumulative_stats()
+    assert stats["hits"] == {"image": 4, "video": 2, "audio": 4}
+    assert stats["graph_misses"] == 0
+
+
+def test_what_no_graph_holds_goes_to_embed_multimodal(engine: Any) -> None:
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    group = on_cpu.image_group(model, [[1, 18, 18]])
+    assert manager.execute(group) is None
+    eager = on_cpu.run_v1(model, engine, None, [("image", group)])
+    assert torch.equal(on_cpu.run_v1(model, engine, manager, [("image", group)])[0], eager[0])
+    assert manager.stats()["misses"] == {"image": {"more rows than the largest graph": 2}}
+
+
+def test_pre_computed_embeddings_are_never_replayed(engine: Any) -> None:
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    group = {"image_embeds": torch.zeros(16, 144), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    assert manager.execute(group) is None
+    assert manager.stats()["misses"] == {"image": {"pre-computed embeddings": 1}}
+
+
+def test_a_wrong_modality_name_is_said_aloud(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    config = model.get_encoder_cudagraph_config()
+    config.modalities = ["images"]
+    model.get_encoder_cudagraph_config = lambda: config
+    with on_cpu.log_of("graphhal.vllm_worker.towers", caplog):
+        manager = on_cpu.make_manager(engine, model)
+    assert not manager.supports_modality("image")
+    assert "'images'" in caplog.text
+    assert "vLLM asks for one of audio, image" in caplog.text
+
+
+@pytest.mark.parametrize("adapter", ["own", "protocol"])
+def test_outputs_survive_later_replays(engine: Any, adapter: str) -> None:
+    import vllm_on_cpu as on_cpu
+
+    engine.additional_config["graphhal"]["vllm_adapter"] = adapter
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    first = manager.execute(on_cpu.image_group(model, [[1, 8, 8]], seed=1))
+    kept = first[0].clone()
+    manager.execute(on_cpu.image_group(model, [[1, 8, 8]], seed=2))
+    assert torch.equal(first[0], kept)
+
+
+def test_captured_bound_is_a_guard(engine: Any) -> None:
+    """A sequence longer than the baked `max_seqlen` must not be replayed."""
+    import vllm_on_cpu as on_cpu
+
+    engine.additional_config["graphhal"]["vllm_adapter"] = "protocol"
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    group = on_cpu.image_group(model, [[1, 8, 8]])
+    assert manager.execute(group) is not None
+    prepare = model.prepare_encoder_cudagraph_replay_buffers
+
+    def with_a_longer_sequence(*args: Any) -> Any:
+        buffers = prepare(*args)
+        buffers.values["max_seqlen"] = torch.tensor(6400, dtype=torch.int32)
+        return buffers
+
+    model.prepare_encoder_cudagraph_replay_buffers = with_a_longer_sequence
+    assert manager.execute(group) is None
+    misses = manager.stats()["misses"]
+    assert misses == {"image": {"the prepared buffers do not fit the graph": 1}}
+    model.prepare_encoder_cudagraph_replay_buffers = prepare
+    assert manager.execute(group) is not None, "the graph must not be given up for one request"
+
+
+def test_clear_and_capture_again(engine: Any) -> None:
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    group = on_cpu.image_group(model, [[1, 8, 8]])
+    for _ in range(2):
+        manager.capture(graph_pool=None)
+        assert manager.execute(group) is not None
+        manager.clear()
+        manager.clear()
+        assert not manager.is_captured()
+        assert manager.execute(group) is None
+
+
+def test_rebound_weights_are_noticed_and_in_place_updates_work(engine: Any) -> None:
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    group = on_cpu.image_group(model, [[1, 8, 8]])
+    with torch.no_grad():
+        for parameter in model.visual.parameters():
+            parameter.mul_(1.25)
+    eager = on_cpu.run_v1(model, engine, None, [("image", group)])
+    assert worst(manager.execute(group), eager) < 1e-5
+    model.visual.pos_embed.weight.data = model.visual.pos_embed.weight.data.clone()
+    assert manager.check_weights() is False
+    assert manager.execute(group) is None
+    manager.capture(graph_pool=None)
+    assert manager.execute(group) is not None
+
+
+@pytest.mark.parametrize("tower", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("adapter", ["own", "protocol"])
+def test_equal_to_vllms_own_manager(
+    engine: Any, tower: str, adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    from vllm.config.multimodal import MultiModalConfig
+
+    # With videos, vLLM's manager leaves a tail of zeros in cu_seqlens, which no CPU kernel takes.
+    engine.model_config.multimodal_config = MultiModalConfig(limit_per_prompt={"video": 0})
+    engine.additional_config["graphhal"]["vllm_adapter"] = adapter
+    model = getattr(on_cpu, tower)(engine)
+    group = on_cpu.image_group(model, [[1, 8, 8], [1, 4, 8], [1, 4, 4]])
+    peer = on_cpu.peer_manager(engine, model, monkeypatch)
+    theirs = peer.execute(dict(group))
+    assert peer.graph_hits == 3
+    monkeypatch.undo()
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    ours = manager.execute(dict(group))
+    assert ours is not None
+    assert worst(ours, theirs) < 1e-5
