@@ -168,8 +168,10 @@ class Qwen3OmniAudio(EncoderAdapter):
     def _capacity(self, chunks: int, max_items: int) -> Capacity:
         tokens, items = chunks * self.window_tokens, min(max_items, chunks)
         longest = min(self.attention_tokens, tokens)
-        # Each clip, and the padding, can end in one sequence that is shorter than the bound.
-        slots = -(-tokens // longest) + items + 1
+        # Each clip, and the padding, can end in one sequence that is shorter than the bound. A
+        # spare slot would be an empty sequence even in a full graph, which some kernels refuse.
+        parts = items + 1
+        slots = (tokens - parts) // longest + parts
         return Capacity(
             key=GraphKey(self.name, "audio", chunks),
             rows=chunks,

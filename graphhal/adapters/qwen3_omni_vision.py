@@ -209,7 +209,7 @@ class Qwen3OmniVision(EncoderAdapter):
 
     def _image_capacity(self, budget: int, settings: Settings) -> Capacity:
         rows, items = budget * self.merge_area, min(settings.max_items, budget)
-        bound = SequenceBound(rows=rows, slots=items + 1, max_seqlen=rows)
+        bound = SequenceBound(rows=rows, slots=min(items + 1, budget), max_seqlen=rows)
         return Capacity(
             GraphKey(self.name, "image", budget), rows, budget, items, {BOUNDARIES: bound}
         )
@@ -217,7 +217,8 @@ class Qwen3OmniVision(EncoderAdapter):
     def _video_capacity(self, budget: int, settings: Settings) -> Capacity:
         rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
         longest = min(rows, MAX_FRAME_PATCHES)
-        bound = SequenceBound(rows=rows, slots=frames - (-rows // longest), max_seqlen=longest)
+        padding = -(-(budget - frames) * self.merge_area // longest)
+        bound = SequenceBound(rows=rows, slots=frames + padding, max_seqlen=longest)
         items = min(settings.max_items, frames)
         return Capacity(
             GraphKey(self.name, "video", budget), rows, budget, items, {BOUNDARIES: bound}
@@ -353,8 +354,13 @@ class Qwen3OmniVision(EncoderAdapter):
         """Full, one token short, many short sequences at full and at low load."""
         budget, items = capacity.tokens, capacity.items
         if capacity.key.path == "video":
-            longest = capacity.sequences[BOUNDARIES].max_seqlen // self.merge_area
-            frames = min(budget, capacity.sequences[BOUNDARIES].slots - -(-budget // longest))
+            bound = capacity.sequences[BOUNDARIES]
+            longest = bound.max_seqlen // self.merge_area
+            frames = next(
+                n
+                for n in range(bound.slots, 0, -1)
+                if n - (-(budget - n) // longest) <= bound.slots
+            )
             groups = [_videos(n, longest, frames, items) for n in (budget, budget - 1)]
             if items > 1:
                 groups.append([(frames // 2, 1), (1, min(longest, budget - frames // 2))])

@@ -209,6 +209,14 @@ def test_every_count_has_slots_for_its_worst_group(tower):
             assert ends.max_seqlen <= capacity.sequences["cu_seqlens"].max_seqlen
 
 
+def test_slots_are_no_more_than_a_group_and_its_padding_can_use(tower):
+    """One more would be an empty sequence in every graph, which some kernels cannot take."""
+    adapter, _ = tower
+    one = capacity_of(adapter, 1)
+    assert one.boundaries(adapter._items_of([96]))["cu_seqlens"].spare_slots == 0
+    assert capacity_of(adapter, 64, max_items=8).sequences["cu_seqlens"].slots == 16
+
+
 def test_padding_gathers_only_what_exists(tower):
     adapter, _ = tower
     items = adapter.item_specs(request_of(adapter, [150, 30]))

@@ -362,6 +362,18 @@ def test_an_image_may_fill_its_graph_alone(tower):
     assert capacity.misfit(adapter.item_specs(request)) is None
 
 
+@pytest.mark.parametrize("budget", [1, 2, 8, 9, 64, 100, 2048, 4099])
+def test_slots_are_as_many_as_the_worst_group_needs(tower, budget):
+    """One more would be an empty sequence in every graph, which some kernels cannot take."""
+    adapter, _ = tower
+    image, film = adapter.capacities(Settings(token_budgets=str(budget), max_frames=64))
+    items = [adapter._spec(n, "image", 1, 2, 2, 4 * n) for n in range(image.items)]
+    frames = (video(adapter, min(64, budget), 2, 2),)
+    for capacity, group in ((image, items), (film, frames)):
+        assert capacity.misfit(group) is None
+        assert capacity.boundaries(group)["cu_seqlens"].spare_slots == 0, capacity.key
+
+
 def test_more_frames_than_slots_replay_in_chunks_and_more_items_run_eagerly(tower):
     adapter, _ = tower
     capacity = adapter.capacities(Settings(token_budgets="64", max_frames=2, max_items=2))[1]
