@@ -111,7 +111,7 @@ def replay_stays_in_its_rows(subject: Subject) -> None:
 @check("graphhal_replay")
 def graphs_of_two_sizes_take_turns(subject: Subject) -> None:
     """Two graphs over one arena and pool, replayed in turn, each give their own output."""
-    large = subject.capture(rows=32)
+    large = subject.capture(rows=96)
     small = subject.capture(large.encoder, beside=large)
     for turn, toy in enumerate((small, large, small, large)):
         mm_kwargs = toy.encoder.request(EXAMPLE, seed=turn)

@@ -312,7 +312,7 @@ class AssumesTheUsualScale(TapePlatform):
 @caught_by("attention_takes_strided_rows")
 class AssumesRowsSideBySide(TapePlatform):
     def attend(self, query, key, value, cu_seqlens, max_seqlen, scale):
-        rows, heads, size = query.shape
+        _, heads, size = query.shape
         flat = [t.as_strided(t.shape, (heads * size, size, 1)) for t in (query, key, value)]
         return super().attend(*flat, cu_seqlens, max_seqlen, scale)
 
