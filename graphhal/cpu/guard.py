@@ -43,6 +43,7 @@ _MAKERS = {
     _Tensor.new_tensor: ".new_tensor()",
 }
 _READ_ARGUMENTS = frozenset((torch.tensor_split, _Tensor.tensor_split, torch.functional.tensordot))
+_one_hot = torch.nn.functional.one_hot
 _SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -65,11 +66,13 @@ class Refusals(TorchFunctionMode):
             return func(*args, **kwargs)
         if error := self._check(func, args, kwargs):
             tape.refuse(error)
-        before, tape.names_device = tape.names_device, kwargs.get("device") is not None
+        before = tape.on_device, tape.only_checks
+        tape.on_device = kwargs.get("device") is not None or self._on_device([args, kwargs])
+        tape.only_checks = func is _one_hot and max((*args[1:], *kwargs.values()), default=-1) > 0
         try:
             return func(*args, **kwargs)
         finally:
-            tape.names_device = before
+            tape.on_device, tape.only_checks = before
 
     def _check(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -36,6 +36,7 @@ _READING_OPS = frozenset(
         _aten.is_nonzero.default,
         _aten._linalg_check_errors.default,
         _aten._choose_qparams_per_tensor.default,
+        _aten.quantize_per_tensor_dynamic.default,
         _aten._pack_padded_sequence.default,
     )
 )

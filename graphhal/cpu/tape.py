@@ -33,18 +33,21 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operators while entered.
 
     Args:
-        known: storages that existed before the capture (`storages_of` a rehearsal); static memory
-            that is not among them was made by the forward out of the dispatcher's sight.
+        known: `storage_of` all that lived after a rehearsal; static memory that is not among it
+            was made by the forward out of the dispatcher's sight.
 
     Attributes:
         running: an operator runs now; its kernel may do what it likes.
-        names_device: the PyTorch function that runs now was given an explicit `device=`.
+        on_device: the PyTorch function that runs now was given a device, or a tensor that lies
+            there: so does what it makes.
+        only_checks: it reads values to check them, which a device does not.
     """
 
     def __init__(self, known: frozenset[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = False
-        self.names_device = False
+        self.on_device = False
+        self.only_checks = False
         self._drew_random = False
         self._snapshot = Snapshot()
         self._snapshot_bytes = 0
@@ -58,20 +61,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             forward: what to run.
-            undo: put back what it wrote to static memory and drew from the random generator, as it
-                is always done after an error.
+            undo: put back what it wrote and drew, as it is always done after an error.
 
         Raises:
             CaptureError: the forward did what a device graph cannot hold, also where it swallowed
                 the exception that said so.
         """
-        generator = torch.get_rng_state()
-        undo_now = True
+        generator, undo_now = torch.get_rng_state(), True
         try:
-            with self, Refusals(self):
-                forward()
-            if self._failure is not None:
-                raise self._failure
+            self._run(forward)
             undo_now = undo
         finally:
             self._snapshot_bytes = self._snapshot.num_bytes
@@ -79,6 +77,17 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._snapshot.restore()
                 if self._drew_random:
                     torch.set_rng_state(generator)
+
+    def _run(self, forward: Callable[[], None]) -> None:
+        try:
+            with self, Refusals(self):
+                forward()
+        except Exception as error:
+            if self._failure is None or error is self._failure:
+                raise
+            raise self._failure from error  # TorchScript, for one, raises its own in its place.
+        if self._failure is not None:
+            raise self._failure
 
     def refuse(self, error: CaptureError) -> None:
         """Raise the error, and once more at the end of the capture, as a device would."""
@@ -92,10 +101,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def living(self) -> list[torch.Tensor]:
         """Every tensor met so far that something still refers to, static ones included."""
-        return [
-            *self._places.keys(),
-            *(r for r in self._notes.registers if isinstance(r, torch.Tensor)),
-        ]
+        return [*self._places.keys(), *tensors_in(self._notes.registers)]
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,7 +123,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _take(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [(tensor, self._place(tensor)) for tensor in tensors_in([args, kwargs])]
-        if error := check_operator(op, [(t, p.origin) for t, p in operands], args, kwargs):
+        origins = [(tensor, place.origin) for tensor, place in operands]
+        if not self.only_checks and (error := check_operator(op, origins, args, kwargs)):
             self.refuse(error)
         static = [t for t in written(op, args, kwargs) if self._place(t).storage is None]
         reshapes = torch.Tag.inplace_view in op.tags
@@ -141,9 +148,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made and not operands and any(a.name == "dtype" for a in op._schema.arguments):
             kwargs = {**kwargs, "dtype": made[0].dtype}  # The default dtype is a host value, too.
         self._drew_random |= torch.Tag.nondeterministic_seeded in op.tags
-        register = self._notes.call(function, str(op), args, kwargs, self._register_of)
+        register = self._notes.call(
+            function, str(op), args, kwargs, lambda tensor: self._place(tensor).register
+        )
         origin = max((place.origin for _, place in operands), default=Origin.EITHER)
-        if not operands and self.names_device:
+        if not operands and self.on_device:
             origin = Origin.DEVICE
         self._bind(result, register, origin, {storage_of(t): p.storage for t, p in operands})
         return result
@@ -156,8 +165,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 escaped[tensor] = None
         return self._notes.finish(self._snapshot_bytes, escaped)
 
-    def _static(self, tensor: torch.Tensor, origin: Origin = Origin.DEVICE) -> _Place:
-        return _Place(self._notes.register(tensor.detach()), origin, None)
+    def _static(self, tensor: torch.Tensor) -> _Place:
+        return _Place(self._notes.register(tensor.detach()), Origin.DEVICE, None)
 
     def _place(self, tensor: torch.Tensor) -> _Place:
         place = self._places.get(tensor)
@@ -166,9 +175,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.refuse(foreign_memory(tuple(tensor.shape)))
             place = self._places[tensor] = self._static(tensor)
         return place
-
-    def _register_of(self, tensor: torch.Tensor) -> int:
-        return self._place(tensor).register
 
     def _host_constant(self, tensor: torch.Tensor) -> torch.Tensor:
         constant = self._notes.register(tensor.clone())

@@ -270,6 +270,10 @@ HARMLESS: dict[str, Forward] = {
     "repeat_with_output_size": lambda x: x.repeat_interleave(x.long() * 0 + 1, output_size=4),
     "clamp_by_tensor": lambda x: x.clamp(min=x[1]),
     "in_place_view": lambda x: x.clone().view(2, 2).t_().reshape(4),
+    "one_hot": lambda x: (
+        F.one_hot(x.long(), 6).sum(1) + F.one_hot(x.long(), num_classes=6).sum(1) + x
+    ),
+    "factory_inside_a_function": lambda x: nn.utils.rnn.pad_sequence([x, x[:2]])[:, 0],
     "new_memory_like": lambda x: x.new_zeros(4) + torch.zeros_like(x) + x,
 }
 
@@ -287,6 +291,17 @@ def test_refusal_swallowed_by_the_forward_still_fails_the_capture() -> None:
             x.add_(1.0)
 
     assert isinstance(refused(forward), HostReadError)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_refusal_that_the_forward_wraps_is_still_that_refusal() -> None:
+    @torch.jit.script
+    def scripted(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if bool(x.sum() > 0) else x
+
+    error = refused(scripted)
+    assert isinstance(error, HostReadError)
+    assert isinstance(error.__cause__, RuntimeError)
 
 
 def test_refusal_names_operation_device_and_way_out() -> None:

@@ -148,6 +148,7 @@ MODULES: dict[str, Any] = {
     "interpolate": lambda x: F.interpolate(x[None, None], size=(3, 4), mode="bilinear"),
     "fft": lambda x: torch.fft.rfft(x).abs(),
     "out_variant": out_variant,
+    "parameter_data": lambda x: x @ MODULES["linear"].weight.data.t(),
     "views_in_place": views_in_place,
     "masks": masks,
     "gather": gather,
