@@ -30,6 +30,8 @@ class PreparedReplay:
     items: tuple[ItemSpec, ...]
     update: HostUpdate
     copies: tuple[tuple[int, int, int], ...]
+    label: str
+    rows: int
 
 
 @dataclass(slots=True)
@@ -95,7 +97,8 @@ class Execution:
     ) -> PreparedReplay:
         """Compute a replay's host data: boundaries and the packed block."""
         update = self._host_update(entry.capacity, entry.layout, items)
-        return PreparedReplay(entry, items, update, tuple(runs(items, starts)))
+        label, rows = str(entry.capacity.key), sum(item.rows for item in items)
+        return PreparedReplay(entry, items, update, tuple(runs(items, starts)), label, rows)
 
     def example(
         self,

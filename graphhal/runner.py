@@ -306,9 +306,7 @@ class EncoderGraphs:
             self._execution.forget()
             self.drop(capacity.key, f"replay failed: {error}")
             return MissReason.REPLAY_FAILED
-        self.statistics.count_replay(
-            str(capacity.key), sum(item.rows for item in step.items), capacity.rows
-        )
+        self.statistics.count_replay(step.label, step.rows, capacity.rows)
         return None
 
     def _moved(self, watch: WeightWatch) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-WINDOW = 128
+WINDOW = 64
 """Tensors checked on every request; a full-size tower has some 350, which take 25 µs or more."""
-FULL_CHECK_SECONDS = 0.02
+FULL_CHECK_SECONDS = 0.1
 """A request later than this after the last full check makes one: idle servers check every time."""
 
 

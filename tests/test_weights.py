@@ -169,5 +169,5 @@ def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
     watch._next = 0  # the window just looked at
     clock[0] += weights.FULL_CHECK_SECONDS / 2
     assert not watch.moved_lately()
-    clock[0] += weights.FULL_CHECK_SECONDS / 2
+    clock[0] += weights.FULL_CHECK_SECONDS
     assert watch.moved_lately()
