@@ -17,7 +17,7 @@ from graphhal.graph_set import Entry, GraphSet
 from graphhal.items import ItemSpec
 from graphhal.outputs import token_starts
 from graphhal.peers import Peers
-from graphhal.plan import Capacity, GraphKey
+from graphhal.plan import GraphKey
 from graphhal.settings import SelfCheck
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torc
 differently; a stale boundary or a foreign row is off by 0.1 and more."""
 TOKEN_FACTOR = 8.0
 """One token may differ by this many times the tolerance: a single wrong row must not drown."""
+
+_References = dict[Hashable, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,39 +82,49 @@ def check(
 ) -> Iterator[tuple[GraphKey, str]]:
     """Yield (key, reason) of every graph that must not be used.
 
-    The exactly full case of every graph always runs; further cases run while the check has taken
-    less than `budget_seconds`. Eager references are shared between graphs.
+    Of every graph the exactly full case always runs and, unless the check is quick, the one with
+    most padding: the full case of the next smaller graph, whose eager reference is there already.
+    The other worst cases take turns, graph by graph, while the check has taken less than
+    `budget_seconds`. The caller drops a graph when it is yielded.
     """
     if mode is SelfCheck.OFF:
         return
     started = perf_counter()
-    eager: dict[Hashable, torch.Tensor] = {}
-    ladder = sorted((e.capacity for e in graphs.entries.values()), key=lambda c: c.rows)
-    for number, capacity in enumerate(ladder):
-        entry = graphs.entries[capacity.key]
-        smaller = [c for c in ladder[:number] if c.key.path == capacity.key.path][-1:]
-        for case_number, items in enumerate(_cases(execution, capacity, smaller)):
+
+    def problem(key: GraphKey, items: tuple[ItemSpec, ...], eager: _References) -> str | None:
+        entry = graphs.entries[key]
+        reason = _compare(adapter, execution, graphs, entry, items, eager, tolerance)
+        return peers.first_problem(f"self-check of {key}", reason)
+
+    full: dict[str, tuple[ItemSpec, ...]] = {}
+    references: dict[str, _References] = {}
+    others: dict[GraphKey, list[tuple[ItemSpec, ...]]] = {}
+    for entry in sorted(graphs.entries.values(), key=lambda e: e.capacity.rows):
+        capacity, path = entry.capacity, entry.capacity.key.path
+        cases = list(execution.worst_cases(capacity))
+        most_padding = full.get(path)
+        if most_padding is not None and execution.fits(capacity, most_padding):
+            cases.insert(1, most_padding)
+        eager = references.setdefault(path, {})
+        reason = None
+        for items in cases[: 1 if mode is SelfCheck.QUICK else 2]:
+            reason = reason or problem(capacity.key, items, eager)
+        if reason is not None:
+            yield capacity.key, reason
+        elif mode is SelfCheck.FULL:
+            others[capacity.key] = cases[2:]
+        full[path] = cases[0]
+        references[path] = {k: v for k, v in eager.items() if k == _case_key(cases[0])}
+    for turn in range(max(map(len, others.values()), default=0)):
+        for key, cases in others.items():
+            if turn >= len(cases) or key not in graphs.entries:
+                continue
             # Ranks must run the same cases, so only a rank alone may stop for lack of time.
-            late = peers.size == 1 and perf_counter() - started > budget_seconds
-            if case_number and (late or mode is SelfCheck.QUICK):
-                break
-            reason = _compare(adapter, execution, graphs, entry, items, eager, tolerance)
-            reason = peers.first_problem(f"self-check of {capacity.key}", reason)
+            if peers.size == 1 and perf_counter() - started > budget_seconds:
+                return
+            reason = problem(key, cases[turn], {})
             if reason is not None:
-                yield capacity.key, reason
-                break
-        keep = {_case_key(case) for case in _cases(execution, capacity, [])}
-        eager = {key: value for key, value in eager.items() if key in keep}
-
-
-def _cases(
-    execution: Execution, capacity: Capacity, smaller: Sequence[Capacity]
-) -> Iterator[tuple[ItemSpec, ...]]:
-    yield from execution.worst_cases(capacity)
-    for other in smaller:
-        most_padding = execution.fullest(other)
-        if execution.fits(capacity, most_padding):
-            yield most_padding
+                yield key, reason
 
 
 def _case_key(items: Sequence[ItemSpec]) -> Hashable:
@@ -125,15 +137,15 @@ def _compare(
     graphs: GraphSet,
     entry: Entry,
     items: tuple[ItemSpec, ...],
-    eager: dict[Hashable, torch.Tensor],
+    eager: _References,
     tolerance: float | None,
 ) -> str | None:
     """Why the graph disagrees with eager on these items, or None."""
     starts = token_starts(items)
-    request = adapter.example(items, seed=1)
     key = _case_key(items)
     group = GroupOutput(starts[-1])
     try:
+        request = adapter.example(items, seed=1)
         if key not in eager:
             reference = GroupOutput(starts[-1])
             execution.eager(request, items, starts, reference)

@@ -1,0 +1,272 @@
+"""Capture of a ladder: order, shared arenas, limits, failures; nothing of it stops a server."""
+
+import logging
+
+import pytest
+import torch
+
+from graphhal import graph_set
+from graphhal.arena import Arena
+from graphhal.errors import CaptureError, HostReadError, ResourceExhaustedError
+from graphhal.plan import GraphKey
+from graphhal.runner import EncoderGraphs
+from graphhal.settings import Settings
+from tests.plain_platform import PlainPlugin, plain_platform
+from tests.toy_encoder import ToyEncoder, images
+
+BUDGETS = (4, 8, 16, 32)
+KIB = 2**10
+
+
+def graphs_on(plugin: PlainPlugin, adapter: ToyEncoder | None = None, info=None, **options):
+    adapter = adapter or ToyEncoder(budgets=BUDGETS)
+    options = {"self_check": "off", **options}
+    return EncoderGraphs(adapter, plain_platform(plugin, **(info or {})), Settings(**options))
+
+
+def sizes(lines) -> list[int]:
+    return [line.key.size for line in lines]
+
+
+def assert_still_serves(graphs: EncoderGraphs) -> None:
+    for tokens in ((3,), (8,), (20,), (40,)):
+        asked = images(*tokens)
+        for ours, reference in zip(graphs.run(asked), graphs.run_eager(asked), strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+def arena_bytes(budget: int) -> int:
+    graphs = graphs_on(PlainPlugin(), ToyEncoder(budgets=(budget,)))
+    return graphs.capture().num_bytes
+
+
+# Order and memory ----------------------------------------------------------------------------
+
+
+def test_the_largest_graph_comes_first():
+    plugin = PlainPlugin()
+    report = graphs_on(plugin, ToyEncoder(budgets=(8, 32, 4, 16))).capture()
+    assert [size for name, size in plugin.calls if name == "capture"] == [32, 16, 8, 4]
+    assert sizes(report.captured) == [32, 16, 8, 4]
+
+
+def test_all_graphs_share_one_pool_and_the_largest_graphs_arenas():
+    graphs = graphs_on(PlainPlugin())
+    report = graphs.capture()
+    entries = graphs._graphs.entries.values()
+    assert len({id(entry.graph.pool) for entry in entries}) == 1
+    requests = [entry.graph.request for entry in entries]
+    for pick in (
+        lambda r: r.packed,
+        lambda r: r.output,
+        lambda r: r.inputs["pixels"],
+        lambda r: r.inputs["cu_seqlens"],
+    ):
+        assert len({pick(r).untyped_storage().data_ptr() for r in requests}) == 1
+    assert report.num_bytes == arena_bytes(32)
+
+
+def test_a_dense_ladder_costs_no_more_than_its_largest_graph():
+    graphs = graphs_on(PlainPlugin(), ToyEncoder(budgets=range(1, 33)))
+    assert graphs.capture().num_bytes == arena_bytes(32)
+
+
+def test_graph_bytes_are_added_to_the_arenas():
+    plugin = PlainPlugin(graph_bytes=lambda size: size * KIB)
+    report = graphs_on(plugin).capture()
+    assert report.num_bytes == arena_bytes(32) + sum(BUDGETS) * KIB
+    assert {line.key.size: line.num_bytes for line in report.captured} == {
+        size: size * KIB for size in BUDGETS
+    }
+
+
+def test_the_request_reads_what_the_report_says(caplog):
+    plugin = PlainPlugin()
+    graphs = graphs_on(plugin, warmups=3)
+    graphs.capture()
+    for entry in graphs._graphs.entries.values():
+        made, capacity = entry.graph.request, entry.capacity
+        assert made.warmups == 3
+        assert made.output.shape[0] == capacity.tokens
+        assert set(made.boundaries) == set(capacity.sequences)
+        for name, bounds in made.boundaries.items():
+            assert bounds.rows == capacity.sequences[name].rows
+            assert made.inputs[name].numel() == capacity.sequences[name].slots + 1
+
+
+# Memory limits -------------------------------------------------------------------------------
+
+
+def test_a_limit_drops_the_largest_and_names_them(caplog):
+    plugin = PlainPlugin(graph_bytes=lambda size: size * KIB)
+    limit = arena_bytes(16) + (16 + 8 + 4) * KIB
+    graphs = graphs_on(plugin, memory_limit=limit)
+    with caplog.at_level(logging.WARNING):
+        report = graphs.capture()
+    assert sizes(report.captured) == [16, 8, 4]
+    assert sizes(report.dropped) == [32]
+    assert report.dropped[0].reason.startswith("memory_limit: ")
+    assert str(limit) in report.dropped[0].reason
+    assert "toy/image[32] is not used: memory_limit" in caplog.text
+    assert report.num_bytes == limit
+    assert plugin.live == 3
+    assert_still_serves(graphs)
+
+
+def test_a_graph_too_large_between_smaller_ones_is_left_out():
+    plugin = PlainPlugin(graph_bytes=lambda size: 10**6 if size == 8 else KIB)
+    graphs = graphs_on(plugin, memory_limit=arena_bytes(32) + 3 * KIB)
+    report = graphs.capture()
+    assert (sizes(report.captured), sizes(report.dropped)) == ([32, 16, 4], [8])
+    assert_still_serves(graphs)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 0.0])
+def test_no_memory_is_no_graphs_and_no_error(limit):
+    plugin = PlainPlugin()
+    graphs = graphs_on(plugin, info={"free_bytes": lambda: 10**9}, memory_limit=limit)
+    report = graphs.capture()
+    assert (report.captured, report.num_bytes) == ([], 0)
+    assert sizes(report.dropped) == [32, 16, 8, 4]
+    assert plugin.live == 0
+    assert_still_serves(graphs)
+
+
+@pytest.mark.parametrize("limit", [10**15, 1.0, "100%"])
+def test_a_generous_limit_drops_nothing(limit):
+    graphs = graphs_on(PlainPlugin(), info={"free_bytes": lambda: 10**9}, memory_limit=limit)
+    assert graphs.capture().dropped == []
+
+
+def test_a_fraction_counts_of_what_is_free():
+    needed = arena_bytes(8) + 12 * KIB
+    plugin = PlainPlugin(graph_bytes=lambda size: size * KIB)
+    graphs = graphs_on(plugin, info={"free_bytes": lambda: 4 * needed}, memory_limit=0.25)
+    report = graphs.capture()
+    assert sizes(report.captured) == [8, 4]
+    assert report.num_bytes == needed
+
+
+def test_a_fraction_of_unknown_memory_names_the_option_and_what_to_set():
+    graphs = graphs_on(PlainPlugin(), memory_limit=0.25)
+    with pytest.raises(CaptureError, match=r"^memory_limit is a fraction, but platform plain"):
+        graphs.capture()
+    assert_still_serves(graphs)
+
+
+# Failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (HostReadError("item() inside capture"), "item() inside capture"),
+        (RuntimeError("vendor trouble"), "RuntimeError: vendor trouble"),
+    ],
+)
+@pytest.mark.parametrize("size", BUDGETS)
+def test_one_graph_that_cannot_be_captured_is_named_and_the_others_serve(size, error, reason):
+    plugin = PlainPlugin(capture_errors={size: error})
+    graphs = graphs_on(plugin)
+    report = graphs.capture()
+    assert sizes(report.captured) == [each for each in (32, 16, 8, 4) if each != size]
+    assert [(line.key.size, line.reason) for line in report.dropped] == [(size, reason)]
+    assert_still_serves(graphs)
+
+
+@pytest.mark.parametrize(
+    "error", [ResourceExhaustedError("no streams left"), torch.OutOfMemoryError("no memory")]
+)
+def test_exhausted_resources_stop_growth_and_keep_what_there_is(error):
+    plugin = PlainPlugin(capture_errors={8: error})
+    graphs = graphs_on(plugin)
+    report = graphs.capture()
+    assert sizes(report.captured) == [32, 16]
+    assert sizes(report.dropped) == [8, 4]
+    assert report.dropped[1].reason.startswith("capture stopped: ")
+    assert ("capture", 4) not in plugin.calls
+    assert_still_serves(graphs)
+
+
+def test_exhausted_by_the_largest_goes_on_with_smaller_ones():
+    plugin = PlainPlugin(capture_errors={32: ResourceExhaustedError("no memory")})
+    graphs = graphs_on(plugin)
+    report = graphs.capture()
+    assert sizes(report.captured) == [16, 8, 4]
+    assert report.num_bytes == arena_bytes(16)
+    assert_still_serves(graphs)
+
+
+def test_arenas_that_do_not_fit_drop_the_largest_graphs(monkeypatch):
+    class Small(Arena):
+        def __init__(self, device, bulk_bytes, packed_bytes, output):
+            if len(output) > 8:
+                raise torch.OutOfMemoryError("no memory")
+            super().__init__(device, bulk_bytes, packed_bytes, output)
+
+    monkeypatch.setattr(graph_set, "Arena", Small)
+    graphs = graphs_on(PlainPlugin())
+    report = graphs.capture()
+    assert sizes(report.captured) == [8, 4]
+    assert [line.reason.startswith("out of memory") for line in report.dropped] == [True, True]
+    assert_still_serves(graphs)
+
+
+def test_everything_failing_is_a_server_without_graphs():
+    plugin = PlainPlugin(capture_errors={size: CaptureError("refused") for size in BUDGETS})
+    graphs = graphs_on(plugin)
+    report = graphs.capture()
+    assert report.captured == []
+    assert sizes(report.dropped) == [32, 16, 8, 4]
+    assert report.num_bytes == 0
+    assert_still_serves(graphs)
+
+
+def test_a_graph_without_a_worst_case_that_fits_is_dropped():
+    class Careless(ToyEncoder):
+        def worst_cases(self, capacity):
+            return () if capacity.key.size in self.careless else super().worst_cases(capacity)
+
+    for careless in ((4,), (16,), BUDGETS):
+        adapter = Careless(budgets=BUDGETS)
+        adapter.careless = careless
+        graphs = graphs_on(PlainPlugin(), adapter)
+        report = graphs.capture()
+        assert sorted(sizes(report.dropped)) == sorted(careless)
+        assert "no worst case of toy fits" in report.dropped[0].reason
+        assert_still_serves(graphs)
+
+
+def test_a_forward_of_another_size_under_capture_is_dropped():
+    class Forgetful(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            levels = super().forward(inputs, max_seqlen)
+            return [x[:1] for x in levels] if len(inputs["pixels"]) == 16 else levels
+
+    graphs = graphs_on(PlainPlugin(), Forgetful(budgets=BUDGETS))
+    report = graphs.capture()
+    assert sizes(report.dropped) == [8]
+    assert "AdapterError: the forward made 1 tokens" in report.dropped[0].reason
+
+
+def test_releasing_and_dropping_twice_is_harmless():
+    plugin = PlainPlugin()
+    graphs = graphs_on(plugin)
+    graphs.capture()
+    kept = graphs._graphs
+    kept.drop(GraphKey("toy", "image", 8))
+    kept.drop(GraphKey("toy", "image", 8))
+    kept.drop(GraphKey("toy", "image", 99))
+    kept.close()
+    kept.close()
+    assert plugin.count("release") == 4
+    assert plugin.live == 0
+    assert kept.num_bytes == 0
+
+
+def test_the_report_is_plain_data():
+    plugin = PlainPlugin(capture_errors={8: CaptureError("refused")})
+    report = graphs_on(plugin).capture().as_dict()
+    assert [line["key"] for line in report["graphs"]] == [f"toy/image[{n}]" for n in (32, 16, 4)]
+    assert report["dropped"] == [{"key": "toy/image[8]", "reason": "refused"}]
+    assert report["seconds"] > 0

@@ -1,0 +1,311 @@
+"""The self-check: every fault that a graph can have shows on its worst cases."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphhal import self_check
+from graphhal.errors import ReplayError
+from graphhal.plan import GraphKey
+from graphhal.runner import EncoderGraphs
+from graphhal.self_check import TOKEN_FACTOR, TOLERANCE, Difference
+from graphhal.settings import Settings
+from tests.plain_platform import PlainPlugin, plain_attention, plain_platform
+from tests.toy_encoder import ToyEncoder, images
+
+BUDGETS = (4, 8, 16)
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch):
+    """A busy machine must not decide which cases run."""
+    monkeypatch.setattr(self_check, "perf_counter", lambda: 0.0)
+
+
+def captured(plugin: PlainPlugin, adapter=None, info=None, **options) -> EncoderGraphs:
+    graphs = EncoderGraphs(
+        adapter or ToyEncoder(budgets=BUDGETS),
+        plain_platform(plugin, **(info or {})),
+        Settings(**options),
+    )
+    graphs.capture()
+    return graphs
+
+
+def dropped(graphs: EncoderGraphs) -> list[int]:
+    return sorted(line.key.size for line in graphs.report.dropped)
+
+
+def only(size: int, spoil):
+    """Spoil the output of the graph of this size."""
+    return lambda graph: spoil(graph.request.output) if graph.key.size == size else None
+
+
+def scale(output: torch.Tensor) -> None:
+    output.mul_(1.01)
+
+
+def not_a_number(output: torch.Tensor) -> None:
+    output[-1, -1] = float("nan")
+
+
+def infinite(output: torch.Tensor) -> None:
+    output[0, 0] = float("inf")
+
+
+def one_wrong_row(output: torch.Tensor) -> None:
+    output[1] = output[0]
+
+
+def one_slightly_wrong_row(output: torch.Tensor) -> None:
+    output[1].mul_(1 + 2 * TOKEN_FACTOR * TOLERANCE[torch.float32])
+
+
+def shifted(output: torch.Tensor) -> None:
+    output.copy_(output.roll(1, dims=0))
+
+
+def levels_swapped(output: torch.Tensor) -> None:
+    output.copy_(output.flip(1))
+
+
+def all_zero(output: torch.Tensor) -> None:
+    output.zero_()
+
+
+@pytest.mark.parametrize("size", BUDGETS)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        scale,
+        not_a_number,
+        infinite,
+        one_wrong_row,
+        one_slightly_wrong_row,
+        shifted,
+        levels_swapped,
+        all_zero,
+    ],
+    ids=lambda spoil: spoil.__name__,
+)
+@pytest.mark.parametrize("mode", ["full", "quick"])
+def test_a_wrong_graph_is_dropped_named_and_never_served(mode, spoil, size):
+    plugin = PlainPlugin(after_replay=only(size, spoil))
+    graphs = captured(plugin, self_check=mode)
+    assert dropped(graphs) == [size]
+    (line,) = graphs.report.dropped
+    assert line.reason.startswith("self-check: differs from eager by relative L2 ")
+    assert GraphKey("toy", "image", size) not in [each.key for each in graphs.report.captured]
+    assert plugin.live == len(BUDGETS) - 1
+    for tokens in ((3,), (7,), (16,)):
+        asked = images(*tokens)
+        torch.testing.assert_close(graphs.run(asked), graphs.run_eager(asked))
+
+
+def test_one_wrong_row_of_many_does_not_drown():
+    plugin = PlainPlugin(after_replay=only(64, one_slightly_wrong_row))
+    assert dropped(captured(plugin, ToyEncoder(budgets=(64,)))) == [64]
+
+
+@pytest.mark.parametrize("mode", ["full", "quick"])
+def test_a_platform_that_skips_boundary_updates_loses_every_graph(mode):
+    graphs = captured(PlainPlugin(skip_updates=True), self_check=mode)
+    assert dropped(graphs) == list(BUDGETS)
+
+
+def test_a_platform_that_froze_the_capture_loses_every_graph():
+    assert dropped(captured(PlainPlugin(frozen_output=True), self_check="quick")) == list(BUDGETS)
+
+
+def test_a_platform_that_updates_too_late_loses_its_graphs():
+    # It says "after", and yet its replay reads what was there at its launch.
+    graphs = captured(PlainPlugin(), info={"boundary_order": "after"})
+    assert dropped(graphs) == list(BUDGETS)
+
+
+class StalePadding(ToyEncoder):
+    """Forgets the padding tail; its forward lets padding rows reach real ones."""
+
+    def stage(self, mm_kwargs, items, inputs):
+        tail = inputs["pixels"][sum(i.rows for i in items) :].clone()
+        super().stage(mm_kwargs, items, inputs)
+        inputs["pixels"][sum(i.rows for i in items) :] = tail
+
+    def forward(self, inputs, max_seqlen):
+        levels = super().forward(inputs, max_seqlen)
+        return [level + 0 * inputs["pixels"].sum() for level in levels]
+
+
+def test_stale_padding_is_found_by_the_cases_that_are_not_full():
+    assert dropped(captured(PlainPlugin(), StalePadding(budgets=BUDGETS))) == list(BUDGETS)
+
+
+class SharedScale(ToyEncoder):
+    """Normalises over all rows, padding included: right when full, wrong one short of full."""
+
+    def forward(self, inputs, max_seqlen):
+        levels = super().forward(inputs, max_seqlen)
+        return [level / len(level) for level in levels]
+
+
+def test_a_forward_that_depends_on_the_padding_is_found():
+    assert dropped(captured(PlainPlugin(), SharedScale(budgets=BUDGETS))) == list(BUDGETS)
+
+
+class LastSequenceGrows(ToyEncoder):
+    """In a graph, the second sequence swallows the rest: right for one item, wrong for many."""
+
+    def forward(self, inputs, max_seqlen):
+        ends = inputs["cu_seqlens"].clone()
+        if len(ends) == 10:  # eight items and padding: no eager call has so many
+            ends[2:] = len(inputs["pixels"])
+        return super().forward({**inputs, "cu_seqlens": ends}, max_seqlen)
+
+
+def test_many_short_sequences_are_tried():
+    adapter = LastSequenceGrows(budgets=(8, 16), sets=("cu_seqlens",))
+    assert dropped(captured(PlainPlugin(), adapter)) == [8, 16]
+
+
+def test_a_bound_that_attention_was_captured_too_small_with_is_found():
+    def short(query, key, value, cu_seqlens, max_seqlen, scale):
+        bound = max_seqlen if len(query) != 32 else max_seqlen - 2
+        return plain_attention(query, key, value, cu_seqlens, bound, scale)
+
+    graphs = captured(PlainPlugin(), info={"attention": short})
+    assert 16 in dropped(graphs)
+
+
+@pytest.mark.parametrize("mode", ["full", "quick", "off"])
+def test_a_right_platform_keeps_every_graph(mode):
+    graphs = captured(PlainPlugin(), self_check=mode)
+    assert dropped(graphs) == []
+    assert graphs.report.self_check_seconds >= 0
+
+
+def test_off_checks_nothing_and_quick_only_the_full_case():
+    plugin = PlainPlugin()
+    captured(plugin, self_check="off")
+    assert plugin.count("replay") == 0
+    captured(plugin, self_check="quick")
+    assert plugin.count("replay") == len(BUDGETS)
+    captured(plugin, self_check="full")
+    # full, one short, many short; the larger two also the full case of the next smaller
+    assert plugin.count("replay") == len(BUDGETS) + 3 * len(BUDGETS) + 2
+
+
+def test_a_check_out_of_time_still_runs_the_full_and_the_emptiest_case(monkeypatch):
+    plugin = PlainPlugin()
+    ticks = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(self_check, "perf_counter", lambda: next(ticks))
+    captured(plugin)
+    assert plugin.count("replay") == 2 * len(BUDGETS)
+    for adapter in (StalePadding(budgets=BUDGETS), SharedScale(budgets=BUDGETS)):
+        assert dropped(captured(PlainPlugin(), adapter)) == list(BUDGETS)
+
+
+def test_eager_references_are_shared_between_graphs():
+    plugin = PlainPlugin()
+    captured(plugin)
+    eager = sum(1 for name, kind in plugin.calls if (name, kind) == ("step", "eager"))
+    assert eager - 1 == plugin.count("replay") - 2  # one more tells the output's width
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ReplayError("lost"), "self-check: ReplayError: lost"),
+        (RuntimeError("vendor trouble"), "self-check: RuntimeError: vendor trouble"),
+    ],
+)
+def test_a_graph_that_cannot_be_replayed_is_dropped(error, words):
+    graphs = captured(PlainPlugin(replay_errors={8: error}))
+    assert [(line.key.size, line.reason) for line in graphs.report.dropped] == [(8, words)]
+
+
+def test_an_eager_reference_that_fails_drops_the_graph_not_the_server():
+    class Fragile(ToyEncoder):
+        def example(self, items, seed):
+            if seed == 1 and sum(i.tokens for i in items) == 16:
+                raise RuntimeError("no such example")
+            return super().example(items, seed)
+
+    graphs = captured(PlainPlugin(), Fragile(budgets=BUDGETS))
+    assert dropped(graphs) == [16]
+
+
+def test_no_step_to_be_entered_drops_the_graphs():
+    plugin = PlainPlugin(closed=True)
+    graphs = captured(plugin)
+    assert dropped(graphs) == list(BUDGETS)
+    assert "another capture is running" in graphs.report.dropped[0].reason
+
+
+def test_a_tolerance_can_be_set():
+    nudge = only(8, lambda output: output.mul_(1.001))
+    assert dropped(captured(PlainPlugin(after_replay=nudge))) == [8]
+    assert dropped(captured(PlainPlugin(after_replay=nudge), tolerance=1e-2)) == []
+    assert dropped(captured(PlainPlugin(after_replay=nudge), tolerance=1e-4)) == [8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_dtype_has_a_tolerance_that_its_own_rounding_keeps(dtype):
+    graphs = captured(PlainPlugin(), ToyEncoder(budgets=BUDGETS, dtype=dtype))
+    assert dropped(graphs) == []
+    assert graphs.run(images(3, dtype=dtype))[0].dtype is dtype
+
+
+def test_the_pool_is_poisoned_where_the_platform_can():
+    poisoned = []
+    plugin = PlainPlugin()
+    platform = plain_platform(plugin)
+
+    def capture(request):
+        graph = plugin.graphhal_capture(request)
+        graph.poison = lambda: poisoned.append(request.key.size)
+        return graph
+
+    graphs = EncoderGraphs(
+        ToyEncoder(budgets=BUDGETS), replace(platform, capture=capture), Settings()
+    )
+    graphs.capture()
+    assert set(poisoned) == set(BUDGETS)
+    assert len(poisoned) == plugin.count("replay")
+
+
+# Difference ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.floats(0, 0.5), st.integers(0, 9))
+def test_the_difference_is_what_its_names_say(tokens, width, noise, seed):
+    generator = torch.Generator().manual_seed(seed)
+    eager = torch.randn(tokens, width, generator=generator, dtype=torch.float64) + 3
+    ours = eager + noise * torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    found = Difference.between(ours, eager)
+    by_token = [float((o - e).norm() / e.norm()) for o, e in zip(ours, eager, strict=True)]
+    assert found.relative_l2 == pytest.approx(float((ours - eager).norm() / eager.norm()))
+    assert found.worst_token == pytest.approx(max(by_token), rel=1e-6, abs=1e-12)
+    assert found.bit_equal == torch.equal(ours, eager)
+    assert -1.000001 <= found.min_cosine <= 1.000001
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_not_finite_disagrees_even_with_itself(bad, side):
+    sides = [torch.ones(3, 2), torch.ones(3, 2)]
+    sides[side][1, 1] = bad
+    assert Difference.between(*sides).exceeds(0.99)
+    both = sides[side]
+    assert Difference.between(both, both.clone()).exceeds(0.99)
+
+
+def test_tokens_near_zero_do_not_raise_an_alarm():
+    eager = torch.ones(4, 3, dtype=torch.float64)
+    eager[2] = 0
+    ours = eager.clone()
+    ours[2] = 1e-9
+    assert not Difference.between(ours, eager).exceeds(1e-5)
+    assert not Difference.between(torch.zeros(2, 2), torch.zeros(2, 2)).exceeds(1e-9)
