@@ -13,13 +13,13 @@ library, and `libcann_stub.so`, which they all re-export and which defines
 
 Use: LD_LIBRARY_PATH=OUT python -c "import torch, torch_npu"
 
-Needs gcc, g++ and readelf. An OUT that was built from the same sources and wheel is kept.
+Needs gcc, g++ and readelf. What did not change since the last build into OUT is kept.
 """
 
 import argparse
 import hashlib
+import json
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -28,10 +28,18 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # Opened with dlopen, so that no DT_NEEDED entry names them.
-OPENED_AT_RUN_TIME = (
-    "libopapi.so libnnopbase.so libmsprofiler.so libruntime.so libascendcl.so libhccl.so "
-    "libge_runner.so libgraph.so libacl_op_compiler.so libatb.so"
-).split()
+OPENED_AT_RUN_TIME = [
+    "libopapi.so",
+    "libnnopbase.so",
+    "libmsprofiler.so",
+    "libruntime.so",
+    "libascendcl.so",
+    "libhccl.so",
+    "libge_runner.so",
+    "libgraph.so",
+    "libacl_op_compiler.so",
+    "libatb.so",
+]
 
 
 def output_of(*command: str) -> str:
@@ -137,48 +145,77 @@ def operator_source(names: list[str], simulated: set[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fingerprint(site: Path, stubs_only: bool) -> str:
-    """Changes with the sources, the wheel and the mode."""
-    digest = hashlib.sha256(str(stubs_only).encode())
-    for path in sorted(HERE.iterdir()):
-        if path.suffix in {".py", ".cc", ".h"}:
-            digest.update(path.read_bytes())
-    for wheel in sorted(site.glob("torch*-*.dist-info")):
-        digest.update(wheel.name.encode())
-    return digest.hexdigest()
+def digest_of(*parts: object) -> str:
+    """A short hash of paths' contents and of other values' text."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.read_bytes() if isinstance(part, Path) else str(part).encode())
+    return digest.hexdigest()[:16]
+
+
+def wheels_of(site: Path) -> str:
+    """The installed torch and torch_npu, with their versions."""
+    return " ".join(sorted(path.name for path in site.glob("torch*-*.dist-info")))
+
+
+def needs_of(site: Path, out: Path, stubs_only: bool) -> tuple[dict[str, str], list[str]]:
+    """Missing symbols and sonames; scanned once per wheel."""
+    cache = out / f"needs-{digest_of(wheels_of(site), stubs_only, Path(__file__))}.json"
+    if not cache.exists():
+        missing, sonames = missing_from(site)
+        if not stubs_only:
+            runtime = (
+                rb"(?<=\x00)(acl(?:rt|mdlRI|mdl|sys|op|Get|Set|Create|Destroy)[A-Za-z0-9]+)(?=\x00)"
+            )
+            for name in named_in_wheel(site, runtime):
+                missing.setdefault(name, "FUNC")
+        cache.write_text(json.dumps([missing, sonames]))
+    missing, sonames = json.loads(cache.read_text())
+    return missing, sonames
+
+
+def compiled(sources: list[Path], site: Path, out: Path) -> list[str]:
+    """Object files of these sources; one that did not change is kept."""
+    headers = sorted(HERE.glob("*.h"))
+    includes = [site / "torch_npu" / "include", site / "torch" / "include"]
+    system = [flag for path in includes for flag in ("-isystem", str(path))]
+    objects, compilers = [], []
+    for source in sources:
+        mine = [header for header in headers if f'"{header.name}"' in source.read_text()]
+        if mine and mine[0].name != "runtime.h":
+            mine = headers
+        target = out / f"{source.stem}-{digest_of(source, *mine, wheels_of(site))}.o"
+        objects.append(str(target))
+        if target.exists():
+            continue
+        for old in out.glob(f"{source.stem}-*.o"):
+            old.unlink()
+        command = ["gcc"] if source.suffix == ".c" else ["g++", "-std=c++20", *system]
+        # Kernels are calls into PyTorch: optimising the callers would only cost compile time.
+        command += ["-O0", "-fPIC", "-w", "-c", str(source), "-o", str(target)]
+        compilers.append(subprocess.Popen(command))
+    statuses = [compiler.wait() for compiler in compilers]
+    if any(statuses):
+        sys.exit("the simulator does not compile")
+    return objects
 
 
 def build(site: Path, out: Path, stubs_only: bool) -> str:
     """Build everything into `out`; returns a line that says what was built."""
     start = time.monotonic()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    missing, sonames = missing_from(site)
-    if not stubs_only:
-        by_name = rb"(?<=\x00)(acl(?:rt|mdlRI|mdl|sys|op|Get|Set|Create|Destroy)[A-Za-z0-9]+)(?=\x00)"
-        for name in named_in_wheel(site, by_name):
-            missing.setdefault(name, "FUNC")
+    out.mkdir(parents=True, exist_ok=True)
+    missing, sonames = needs_of(site, out, stubs_only)
     (out / "stub.c").write_text(stub_source(missing))
-    output_of("gcc", "-O1", "-fPIC", "-w", "-c", str(out / "stub.c"), "-o", str(out / "stub.o"))
-    objects, link = [str(out / "stub.o")], []
+    sources, link, loose = [out / "stub.c"], [], []
     if not stubs_only:
-        includes = [site / "torch_npu" / "include", site / "torch" / "include"]
+        sources += sorted(HERE.glob("*.cc"))
         torch_library = str(site / "torch" / "lib")
-        compilers = []
-        for source in sorted(HERE.glob("*.cc")):
-            objects.append(str(out / f"{source.stem}.o"))
-            command = ["g++", "-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=default"]
-            command += [flag for path in includes for flag in ("-isystem", str(path))]
-            compilers.append(
-                subprocess.Popen([*command, "-c", str(source), "-o", objects[-1]])
-            )
-        if any([compiler.wait() for compiler in compilers]):
-            sys.exit("the simulator does not compile")
         link = ["-L", torch_library, "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_library}"]
+        loose = ["-L", torch_library, "-Wl,--allow-shlib-undefined"]
+    objects = compiled(sources, site, out)
     core = out / "libcann_stub.so"
-    output_of(
-        "g++", "-shared", "-Wl,-soname,libcann_stub.so", "-o", str(core), *objects, *link, "-lpthread"
-    )
+    shared = ["g++", "-shared", "-Wl,-soname,libcann_stub.so", "-o", str(core)]
+    output_of(*shared, *objects, *link, "-lpthread")
     operators: list[str] = []
     if not stubs_only:
         phases = named_in_wheel(
@@ -186,20 +223,15 @@ def build(site: Path, out: Path, stubs_only: bool) -> str:
         )
         names = sorted({name.removesuffix("GetWorkspaceSize") for name in phases})
         (out / "ops.c").write_text(operator_source(names, symbols(core)[1]))
-        output_of("gcc", "-O1", "-fPIC", "-w", "-c", str(out / "ops.c"), "-o", str(out / "ops.o"))
-        operators = [str(out / "ops.o")]
+        operators = compiled([out / "ops.c"], site, out)
     (out / "empty.c").write_text("")
     for soname in sorted(set(sonames) | set(OPENED_AT_RUN_TIME)):
         if stubs_only and soname in {"libopapi.so", "libnnopbase.so"}:
             continue
-        output_of(
-            "gcc", "-shared", f"-Wl,-soname,{soname}", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN",
-            "-o", str(out / soname), str(out / "empty.c"),
-            *(operators if soname == "libopapi.so" else []), "-L", str(out), "-lcann_stub",
-            *(["-L", torch_library, "-Wl,--allow-shlib-undefined"] if not stubs_only else []),
-        )  # fmt: skip
-    for leftover in out.glob("*.o"):
-        leftover.unlink()
+        forward = ["gcc", "-shared", f"-Wl,-soname,{soname}", "-Wl,--no-as-needed"]
+        forward += ["-Wl,-rpath,$ORIGIN", "-o", str(out / soname), str(out / "empty.c")]
+        forward += operators if soname == "libopapi.so" else []
+        output_of(*forward, "-L", str(out), "-lcann_stub", *loose)
     seconds = time.monotonic() - start
     return f"{len(missing)} missing symbols in {len(sonames)} libraries, built in {seconds:.0f} s"
 
@@ -211,7 +243,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--stubs-only", action="store_true")
     options = parser.parse_args()
-    mark, mine = options.out / "built_from", fingerprint(options.site, options.stubs_only)
+    sources = sorted(path for path in HERE.iterdir() if path.suffix in {".py", ".cc", ".h"})
+    mine = digest_of(*sources, wheels_of(options.site), options.stubs_only)
+    mark = options.out / "built_from"
     if mark.exists() and mark.read_text() == mine:
         print("unchanged, kept")
         return

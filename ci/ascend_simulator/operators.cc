@@ -1,7 +1,7 @@
 // Kernels of the operators that encoder towers use. One that is missing here fails, naming itself.
 #include "operators.h"
 
-#include <ATen/autocast_mode.h>
+#include <ATen/CPUGeneratorImpl.h>
 
 using namespace sim;
 
@@ -110,6 +110,13 @@ OP(Stack, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim,
 OP(Repeat, T a, I n, T o) RUN((auto a, auto n, auto o), put(o, a.repeat(n)), a, n, o)
 OP(Flip, T a, I dims, T o) RUN((auto a, auto dims, auto o), put(o, at::flip(a, dims)), a, dims, o)
 
+// Random numbers are repeatable; they are not those of the hardware's generator.
+static at::Generator seeded(int64_t seed, int64_t offset) { return at::make_generator<at::CPUGeneratorImpl>((uint64_t)(seed + offset)); }
+OP(InplaceNormal, T a, float mean, float deviation, int64_t seed, int64_t offset)
+RUN((auto a, auto mean, auto deviation, auto seed, auto offset), a.normal_(mean, deviation, seeded(seed, offset)), a, mean, deviation, seed, offset)
+OP(InplaceUniform, T a, double from, double to, int64_t seed, int64_t offset)
+RUN((auto a, auto from, auto to, auto seed, auto offset), a.uniform_(from, to, seeded(seed, offset)), a, from, to, seed, offset)
+
 // ---- arithmetic
 OP(Add, T a, T b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::add(a, b, k)), a, b, k, o)
 OP(Adds, T a, N b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::add(a, b, k)), a, b, k, o)
@@ -136,7 +143,10 @@ BINARY(Minimum, at::minimum)
 WITH_SCALAR(PowTensorScalar, at::pow)
 WITH_SCALAR(ClampMin, at::clamp_min)
 WITH_SCALAR(ClampMax, at::clamp_max)
-OP(Clamp, T a, N low, N high, T o) RUN((auto a, auto low, auto high, auto o), put(o, at::clamp(a, low, high)), a, low, high, o)
+OP(Clamp, T a, N low, N high, T o) {  // one of the bounds may be missing
+  auto from = low ? std::optional(low->value) : std::nullopt, to = high ? std::optional(high->value) : std::nullopt;
+  return prepare(ws, ex, [=](auto a, auto o) { put(o, at::clamp(a, from, to)); }, a, o);
+}
 UNARY(Neg, at::neg)
 UNARY(Abs, at::abs)
 UNARY(Exp, at::exp)

@@ -25,7 +25,10 @@ using Tensors = std::vector<at::Tensor>;
 
 // What a kernel keeps of its arguments: the API's objects are destroyed after the launch.
 inline at::Tensor kept(const aclTensor *tensor) { return tensor ? tensor->view : at::Tensor(); }
-inline at::Scalar kept(const aclScalar *scalar) { return scalar->value; }
+inline at::Scalar kept(const aclScalar *scalar) {
+  TORCH_CHECK(scalar, "a scalar is missing that the simulated operator needs");
+  return scalar->value;
+}
 inline Ints kept(const aclIntArray *ints) { return ints ? ints->values : Ints(); }
 inline Tensors kept(const aclTensorList *list) {
   Tensors result;
@@ -45,6 +48,7 @@ struct OnlyKernels {
 template <class Kernel, class... Arguments>
 aclError prepare(uint64_t *workspace, aclOpExecutor **executor, Kernel kernel, Arguments... arguments) {
   *workspace = 0;
+  OnlyKernels guard;
   *executor = new aclOpExecutor{[kernel, all = std::make_tuple(kept(arguments)...)] {
                                   OnlyKernels guard;
                                   std::apply(kernel, all);

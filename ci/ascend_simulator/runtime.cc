@@ -57,9 +57,16 @@ void arm(const char *spec) {
   }
 }
 
-bool lazy() {
-  static bool value = setting("CANN_SIM_LAZY", 0);
-  return value;
+// When queued work runs: at once, or only where the host waits; in order of the streams, or in a
+// random one.
+struct Schedule {
+  bool lazy = setting("CANN_SIM_LAZY", 0);
+  bool shuffled = setting("CANN_SIM_SEED", 0);
+  std::mt19937 random{(unsigned)setting("CANN_SIM_SEED", 0)};
+};
+Schedule &schedule() {
+  static Schedule only;
+  return only;
 }
 
 bool run_op(Stream *stream, Op &op) {  // false: blocked
@@ -73,16 +80,16 @@ bool run_op(Stream *stream, Op &op) {  // false: blocked
         }
       return true;
     case Kind::record:
-      op.event->recorded = true;
+      op.event->done = std::max(op.event->done, op.generation);
       op.event->milliseconds = now();
       trace("record event=%d stream=%d", op.event->id, stream->id);
       return true;
     case Kind::wait:
-      if (!op.event->recorded) return false;
+      if (op.event->done < op.generation) return false;
       trace("waited event=%d stream=%d", op.event->id, stream->id);
       return true;
     case Kind::reset:
-      op.event->recorded = false;
+      op.event->issued = op.event->done = 0;
       trace("reset event=%d stream=%d", op.event->id, stream->id);
       return true;
     case Kind::value_wait:
@@ -198,13 +205,12 @@ Stream *stream_of(aclrtStream handle) {
 }
 
 bool pump() {
-  static std::mt19937 random((unsigned)setting("CANN_SIM_SEED", 0));
-  static bool shuffled = setting("CANN_SIM_SEED", 0);
+  bool shuffled = schedule().shuffled;
   bool any = false, moved = true;
   while (moved) {
     moved = false;
     std::vector<Stream *> order(streams);
-    if (shuffled) std::shuffle(order.begin(), order.end(), random);
+    if (shuffled) std::shuffle(order.begin(), order.end(), schedule().random);
     for (Stream *stream : order)
       while (advance(stream)) {
         moved = any = true;
@@ -227,6 +233,9 @@ void pump_if_polled(int &idle_queries, const std::function<bool()> &done) {
 }
 
 aclError enqueue(Stream *stream, Op op) {
+  // Ops of a capture always find their record: a model runs in order.
+  if (op.kind == Kind::record && !stream->capture) op.generation = ++op.event->issued;
+  if (op.kind == Kind::wait && !stream->capture) op.generation = std::max(op.event->issued, 1l);
   if (stream->open_update) {
     stream->patch.push_back(std::move(op));
     return 0;
@@ -253,12 +262,13 @@ aclError enqueue(Stream *stream, Op op) {
     auto *model = static_cast<Model *>(op.event->captured_in);
     stream->capture = model;
     model->streams.insert(stream);
+    op.generation = 0;
     model->ops.push_back(std::move(op));
     return 0;
   }
   if (op.kind == Kind::execute) op.model->queued++;
   stream->queue.push_back(std::move(op));
-  if (!lazy()) pump();
+  if (!schedule().lazy) pump();
   return 0;
 }
 
@@ -320,6 +330,10 @@ const char *cann_sim_all_calls() {
   text.clear();
   for (auto &[call, count] : calls) text += call + " " + std::to_string(count) + "\n";
   return text.c_str();
+}
+void cann_sim_schedule(int lazy, unsigned seed) {
+  std::lock_guard<std::recursive_mutex> lock(mu);
+  schedule() = {lazy != 0, seed != 0, std::mt19937(seed)};
 }
 void cann_sim_trace_to(const char *path) {
   std::lock_guard<std::recursive_mutex> lock(mu);
@@ -411,7 +425,6 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
   auto *event = static_cast<Event *>(handle);
   if (!stream_of(stream)->capture) {
     event->captured_in = nullptr;
-    event->recorded = false;  // a new record: it is pending until the stream reaches it
     event->idle_queries = 0;
   }
   return queue_event(Kind::record, "RECORD", handle, stream);
@@ -432,13 +445,14 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     if (any_capture())
       if (aclError code = refuse_sync_in_capture(nullptr)) return code;
   }
-  return drain([=] { return event->recorded; });
+  return drain([=] { return event->done == event->issued; });
 }
 aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus *status) {
   ENTER(ACL_ERROR_RT_MODEL_EXECUTE);
   auto *event = static_cast<Event *>(handle);
-  pump_if_polled(event->idle_queries, [=] { return event->recorded; });
-  *status = event->recorded ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  auto reached = [=] { return event->done == event->issued; };
+  pump_if_polled(event->idle_queries, reached);
+  *status = reached() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return 0;
 }
 aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus *status) {

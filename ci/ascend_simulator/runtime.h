@@ -35,7 +35,7 @@ int next_id();
 struct Event {
   int id;
   uint32_t flag;
-  bool recorded = false;
+  long issued = 0, done = 0;  // records queued and records reached: a wait is for those before it
   void *captured_in = nullptr;
   struct Stream *recorded_on = nullptr;  // within a capture, with the op it stands for
   size_t recorded_at = 0;
@@ -59,6 +59,7 @@ struct Op {
   std::function<void()> run;
   std::function<bool()> ready;
   Event *event = nullptr;
+  long generation = 0;  // which record of the event
   Model *model = nullptr;
   Group *group = nullptr;
   std::vector<Op> patch;

@@ -1,0 +1,1 @@
+"""Platform `npu`: Ascend through torch_npu's graphs and fused inference attention."""

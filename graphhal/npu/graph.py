@@ -1,0 +1,205 @@
+"""Capture, replay and release on Ascend.
+
+Everything runs on the two streams of `task_update.Lane`; that file holds the facts about their
+order. Facts about torch_npu that shape this one:
+
+- `torch.npu.graph` does not restore the current stream and the dispatch modes where ending the
+  capture fails, so capture is begun and ended here; `capture_state` puts both back.
+- Kernels are launched by another thread. A launch that fails is reported later, once, and then
+  everything is dropped in silence: failures are collected at the end of a step, and the queue is
+  brought back to life before anything runs eagerly.
+"""
+
+import gc
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch_npu import npu
+
+from graphhal.boundaries import Boundaries
+from graphhal.errors import CaptureError, ReplayError
+from graphhal.npu.acl_errors import (
+    capture_error,
+    recover,
+    replay_error,
+    wait_for,
+)
+from graphhal.npu.attention import Serving, serve
+from graphhal.npu.capture_state import capture_options, put_back
+from graphhal.npu.memory import settled_bytes
+from graphhal.npu.step_scope import StepOnLane
+from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
+from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, StepKind, StepScope
+
+log = logging.getLogger(__name__)
+
+_abandoned: list[Any] = []  # graphs that the device may still run: never freed
+
+
+@dataclass(slots=True)
+class Recording:
+    """A captured graph and its updates, which hold what both read."""
+
+    graph: Any
+    lane: Lane
+    updates: TaskUpdates
+
+
+def capture(request: CaptureRequest) -> CapturedGraph:
+    """Warm up and capture on the replay stream.
+
+    Raises:
+        CaptureError: typed by cause; the device, its options, the current stream and the
+            dispatch modes are as they were.
+    """
+    what = f"{request.key}: capture"
+    with TASK_UPDATE:
+        lane = lane_of(request.device)
+        try:
+            with put_back(lane), capture_options(), npu.stream(lane.replay):
+                return _capture(request, lane, what)
+        except Exception as error:
+            recover(request.device)
+            raise capture_error(error, what) from error
+
+
+def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
+    with serve(Serving(request.inputs, request.boundaries)):
+        for _ in range(request.warmups):
+            request.forward()
+    _settle(lane, f"{what}: warm-up")
+    before = settled_bytes(lane.index)
+    gc.collect()  # a graph that dies during capture would end it
+    graph = npu.NPUGraph()
+    pool = npu.graph_pool_handle() if request.pool is None else request.pool
+    serving = Serving(request.inputs, request.boundaries, tasks=[])
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        with serve(serving):
+            request.forward()
+    except BaseException:
+        with suppress(RuntimeError):
+            graph.capture_end()
+        _discard(graph)
+        raise
+    try:
+        graph.capture_end()
+        _settle(lane, what)
+    except BaseException:
+        _discard(graph)
+        raise
+    updates = TaskUpdates(lane, serving.tasks or ())
+    added = max(0, settled_bytes(lane.index) - before)
+    return CapturedGraph(request, Recording(graph, lane, updates), graph.pool(), added)
+
+
+def _settle(lane: Lane, what: str) -> None:
+    """Wait, not for ever, until the replay stream is done, and hear of every failed launch."""
+    done = npu.Event()
+    done.record(lane.replay)
+    wait_for(done, what)
+    lane.replay.synchronize()
+
+
+def _discard(graph: Any) -> None:
+    with suppress(RuntimeError):
+        graph.reset()
+
+
+def _recording(graph: CapturedGraph) -> Recording:
+    if graph.handle is None:
+        raise ReplayError(f"{graph.key} was released; capture it again")
+    recording: Recording = graph.handle
+    return recording
+
+
+def update_boundaries(graph: CapturedGraph, update: HostUpdate) -> None:
+    """Copy the packed block and rewrite every attention task; never waits.
+
+    Raises:
+        ReplayError: the update does not belong to this graph (nothing was queued), or the
+            runtime refused it.
+    """
+    recording, request = _recording(graph), graph.request
+    ends = {}
+    for name in {task.boundary_set for task in recording.updates.tasks}:
+        bounds = update.boundaries.get(name)
+        rows = request.boundaries[name].rows
+        if bounds is None or bounds.rows != rows:
+            covered = "nothing" if bounds is None else f"{bounds.rows} rows"
+            raise ReplayError(
+                f"{graph.key}: the update of {name} covers {covered}, the graph has {rows} rows; "
+                "pad the boundaries to the graph (Boundaries.padded_to)"
+            )
+        ends[name] = bounds.actual_seq_lengths
+    if update.block.shape != request.packed.shape:
+        raise ReplayError(
+            f"{graph.key}: the packed block has {tuple(update.block.shape)} bytes, the graph's "
+            f"buffer {tuple(request.packed.shape)}"
+        )
+    try:
+        request.packed.copy_(update.block, non_blocking=True)
+        recording.updates.queue(ends)
+    except RuntimeError as error:
+        raise replay_error(error, f"{graph.key}: boundary update") from error
+
+
+def replay(graph: CapturedGraph) -> None:
+    """Launch the graph on the replay stream; never waits.
+
+    Raises:
+        ReplayError: no update came since the last replay (the device would wait for ever), the
+            graph was released, or the runtime refused the launch.
+    """
+    recording = _recording(graph)
+    if not recording.updates.armed:
+        raise ReplayError(f"{graph.key}: update its boundaries before every replay")
+    try:
+        recording.graph.replay()
+        recording.updates.replayed()
+    except RuntimeError as error:
+        raise replay_error(error, f"{graph.key}: launch") from error
+
+
+def step(
+    kind: StepKind,
+    graph: CapturedGraph | None,
+    inputs: Mapping[str, torch.Tensor],
+    boundaries: Mapping[str, Boundaries],
+) -> AbstractContextManager[StepScope] | None:
+    """Scope of one replay or eager call; None where an outer capture runs.
+
+    In a replay's scope every failure of the runtime becomes a `ReplayError`, once the process can
+    compute again.
+    """
+    if npu.is_current_stream_capturing():
+        return None
+    serving = Serving(inputs, boundaries)
+    if kind == "replay" and graph is not None:
+        return StepOnLane(_recording(graph).lane, f"{graph.key}: replay", serving)
+    return StepOnLane(lane_of(torch.device("npu")), None, serving)
+
+
+def release(graphs: Sequence[CapturedGraph]) -> None:
+    """Destroy graphs. Safe twice, safe after the device is gone.
+
+    A graph that the device does not finish is kept for ever rather than freed under it.
+    """
+    for graph in graphs:
+        recording, graph.handle, graph.poison = graph.handle, None, None
+        if recording is None:
+            continue
+        last = recording.updates.last_replay()
+        try:
+            if last is not None:
+                wait_for(last, f"{graph.key}: release")
+            recording.graph.reset()
+        except (RuntimeError, CaptureError) as error:
+            log.warning("%s is left to the end of the process: %s", graph.key, error)
+            _abandoned.append(recording)
+    with suppress(RuntimeError):
+        npu.empty_cache()

@@ -1,0 +1,56 @@
+"""Device memory on Ascend: what is free, what a ladder takes, memory that callers own."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch_npu import npu
+
+from graphhal.errors import CaptureError, ResourceExhaustedError
+from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile
+
+
+log = logging.getLogger(__name__)
+
+
+def free_bytes() -> int:
+    """Bytes that are free on the current device now, as the driver counts them."""
+    return int(npu.mem_get_info()[0])
+
+
+def settled_bytes(index: int) -> int:
+    """Bytes of the device that are taken once nothing transient is: caches are given back first."""
+    npu.empty_cache()
+    free, total = npu.mem_get_info(index)
+    return int(total - free)
+
+
+def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
+    """Settled and transient bytes of capturing these requests in this order; keeps nothing."""
+    from graphhal.npu.graph import capture, release
+
+    captured: list[CapturedGraph] = []
+    pool: Any = None
+    index = npu.current_device()
+    before = settled_bytes(index)
+    npu.reset_peak_memory_stats(index)
+    reserved = npu.memory_reserved(index)
+    try:
+        for request in requests:
+            try:
+                captured.append(capture(replace(request, pool=pool)))
+            except ResourceExhaustedError as error:
+                log.warning("memory profile stops at %s: %s", request.key, error)
+                break
+            except CaptureError as error:
+                log.info("memory profile leaves out %s: %s", request.key, error)
+                continue
+            pool = captured[-1].pool
+        settled = max(0, settled_bytes(index) - before)
+        peak = int(npu.max_memory_reserved(index)) - reserved
+        per_graph = {graph.key: graph.num_bytes for graph in captured}
+    finally:
+        release(captured)
+    return MemoryProfile(settled, max(0, peak - settled), per_graph)

@@ -1,0 +1,58 @@
+"""Where one replay or eager call is queued, and what becomes of its failures."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch_npu import npu
+
+from graphhal.npu.acl_errors import is_runtime_error, recover, replay_error
+from graphhal.npu.attention import Serving, serve
+from graphhal.npu.task_update import Lane
+
+
+class StepOnLane:
+    """The replay stream, from where the caller's stream is; the caller goes on where it ends."""
+
+    def __init__(self, lane: Lane, what: str | None, serving: Serving) -> None:
+        self._lane = lane
+        self._what = what
+        self._serving = serving
+        self._exit = ExitStack()
+
+    def __enter__(self) -> "StepOnLane":
+        lane = self._lane
+        with ExitStack() as entered:
+            entered.enter_context(npu.device(lane.index))
+            self._caller = npu.current_stream()
+            lane.hand_in(self._caller)
+            entered.callback(lane.hand_back, self._caller)
+            entered.enter_context(npu.stream(lane.replay))
+            entered.enter_context(serve(self._serving))
+            self._exit = entered.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None and self._what is not None:
+                self._lane.replay.npu_stream  # noqa: B018  (hears of failed launches; no device wait)
+        except RuntimeError as late:
+            error = late
+        with ExitStack() as closing:
+            closing.push(self._exit)
+        if error is None or not is_runtime_error(error):
+            return
+        recover(self._lane.replay.device)
+        if self._what is not None:
+            raise replay_error(error, self._what) from error
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of the caller's stream, outside every pool."""
+        with npu.stream(self._caller):
+            return torch.empty(tuple(shape), dtype=dtype, device=f"npu:{self._lane.index}")

@@ -1,0 +1,135 @@
+"""Facts about graph task update, and the streams and order that follow from them.
+
+- An attention task of a captured graph waits for its own flag, clears it, and runs. The host
+  rewrites the task on another stream and sets the flag there: one write for each flag and replay.
+- The flag is binary. Set twice before it is waited for, it counts once: the second replay hangs.
+  Set early, it lets a replay run with the boundaries of the one before. So an update waits, on the
+  device, for the previous replay of its graph; the host waits for nothing.
+
+      update stream   ──wait(done n-1)──┬─ rewrite task 1, set flag 1 ─ … ─┬─ ready n ──
+      replay stream   ──copy block n────┴──────────── wait(ready n) ───────┴─ replay n ─ done n ──
+
+- A task that is rewritten after the replay passed it takes effect one replay late. So the replay
+  waits for its update too. That also makes an update that failed half-way harmless: the next one
+  rewrites every task before anything runs.
+- An operator that raises leaves the update open on its stream, and the runtime then refuses every
+  other update of the process (107033). So lengths are checked before an update begins, and an
+  update that fails is closed.
+- Streams come from a pool of 32 that hands them out in turn. Two are taken once and kept: a new one
+  per replay would sooner or later be somebody else's, the capture stream's included.
+- Two threads that update in one process disturb each other: one lock for all updates and captures.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch_npu import npu
+
+from graphhal.npu.attention import AttentionTask
+
+TASK_UPDATE = threading.RLock()
+"""Held around every capture and every update of this process; hold it around foreign ones too."""
+
+
+class Lane:
+    """The two streams of a device on which all graphs of this process are captured and run.
+
+    Attributes:
+        index: of the device.
+        replay: warm-up, capture, replays and eager calls.
+        update: rewrites attention tasks, nothing else.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        with npu.device(index):
+            self.replay = npu.Stream()
+            self.update = npu.Stream()
+            self.handed_in = npu.Event()
+            self.handed_back = npu.Event()
+
+    def hand_in(self, caller: Any) -> None:
+        """The replay stream goes on where the caller's stream is."""
+        self.handed_in.record(caller)
+        self.replay.wait_event(self.handed_in)
+
+    def hand_back(self, caller: Any) -> None:
+        """The caller's stream goes on where the replay stream is."""
+        self.handed_back.record(self.replay)
+        caller.wait_event(self.handed_back)
+
+
+@cache
+def _lane(index: int) -> Lane:
+    return Lane(index)
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The lane of a device, made once per process."""
+    with TASK_UPDATE:
+        return _lane(npu.current_device() if device.index is None else device.index)
+
+
+class TaskUpdates:
+    """Rewrites the attention tasks of one graph, once per replay.
+
+    Attributes:
+        tasks: every attention call that the graph captured, in order.
+        armed: updated, and not replayed since.
+    """
+
+    def __init__(self, lane: Lane, tasks: Sequence[AttentionTask]) -> None:
+        self.tasks = tuple(tasks)
+        self.armed = False
+        self._lane = lane
+        self._ready = npu.Event()
+        self._done = npu.Event()
+        self._replayed = False
+        self._half_way = False
+
+    def queue(self, ends: Mapping[str, list[int]]) -> None:
+        """Queue one rewrite of every task; the replay stream waits for it on the device.
+
+        Args:
+            ends: checked `actual_seq_lengths` of every boundary set that a task reads.
+        """
+        stream = self._lane.update
+        with TASK_UPDATE, npu.stream(stream):
+            if self._replayed:
+                stream.wait_event(self._done)
+            if self.armed or self._half_way:  # flags are set that no replay will clear
+                for task in self.tasks:
+                    task.flag.reset(stream)
+            self._half_way = True
+            for task in self.tasks:
+                self._rewrite(task, ends[task.boundary_set])
+            self._half_way = False
+            self._ready.record(stream)
+            self._lane.replay.wait_event(self._ready)
+        self.armed = True
+
+    def _rewrite(self, task: AttentionTask, ends: list[int]) -> None:
+        stream = self._lane.update
+        npu.graph_task_update_begin(stream, task.handle)
+        try:
+            task.issue(ends)
+        except BaseException:
+            with suppress(RuntimeError):
+                npu.graph_task_update_end(stream)
+            raise
+        npu.graph_task_update_end(stream)
+        task.flag.record(stream)
+
+    def replayed(self) -> None:
+        """A replay was queued: the next update waits for it."""
+        self._done.record(self._lane.replay)
+        self._replayed = True
+        self.armed = False
+
+    def last_replay(self) -> Any:
+        """Event of the last replay; None where there was none."""
+        return self._done if self._replayed else None

@@ -1,0 +1,64 @@
+"""A platform on the simulated runtime, in every schedule; no test may leave a hazard behind."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("torch_npu") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    import torch
+
+    from graphhal.discovery import bind
+    from graphhal.npu import plugin
+    from graphhal.platform import Platform, PlatformInfo
+    from tests.ascend_simulated import simulator
+
+    # torch_npu warns on first use of a pool, of a device without CANN's home, and the like.
+    pytestmark_filter = "ignore"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ascend_simulated" in str(item.path):
+            item.add_marker(pytest.mark.simulated)
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def platform() -> "Platform":
+    info = plugin.graphhal_probe()
+    assert isinstance(info, PlatformInfo), info
+    return bind(plugin, info, "npu")
+
+
+@pytest.fixture(scope="session")
+def device() -> Any:
+    return torch.device("npu:0")
+
+
+@pytest.fixture(params=["eager", "lazy", "shuffled"])
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The schedule of queued work; back to eager afterwards, with nothing left to run."""
+    torch.npu.synchronize()
+    simulator.schedule(request.param)
+    yield request.param
+    torch.npu.synchronize()
+    simulator.schedule("eager")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Iterator["simulator.Trace"]:
+    """The runtime's trace of the test."""
+    with simulator.traced(tmp_path / "trace") as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def nothing_armed() -> Iterator[None]:
+    simulator.arm()
+    yield
+    simulator.arm()

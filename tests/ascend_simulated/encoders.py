@@ -1,0 +1,128 @@
+"""Encoders on the simulated device with twins on the CPU, and random requests for them."""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphhal.adapter import EncoderAdapter
+from graphhal.adapters.plugin import graphhal_adapters
+from graphhal.platform import Platform
+from graphhal.runner import EncoderGraphs
+from graphhal.self_check import Difference
+from graphhal.settings import Settings
+from tests.plain_platform import plain_platform
+from tests.toy_encoder import MERGE, ToyEncoder, request
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SETTINGS: dict[str, Any] = {
+    "audio_chunks": (1, 2, 4),
+    "max_items": 4,
+    "max_frames": 8,
+    "self_check": "quick",
+}
+BUDGETS = {"qwen3_omni_vision": (8, 24, 64)}
+
+
+@dataclass(frozen=True)
+class Twins:
+    """The same encoder on the device, behind the engine, and on the CPU."""
+
+    graphs: EncoderGraphs
+    reference: EncoderGraphs
+
+    def expected(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """What the CPU makes of a request, in one eager call."""
+        return self.reference.run_eager(mm_kwargs)
+
+
+def twins(
+    name: str, platform: Platform, dtype: torch.dtype = torch.float32, **options: Any
+) -> Twins:
+    """An encoder of a family (`toy`, or an adapter's name), not captured yet."""
+    if name in BUDGETS:
+        options = {"token_budgets": BUDGETS[name], **options}
+    settings = Settings(**{**SETTINGS, **options})
+    ours: EncoderAdapter
+    reference: EncoderAdapter
+    if name == "toy":
+        reference = ToyEncoder(budgets=(4, 8, 24), paths=("image", "video"), dtype=dtype)
+        toy = ToyEncoder(budgets=(4, 8, 24), paths=("image", "video"), dtype=dtype)
+        toy.tower.to("npu:0")
+        toy.device = torch.device("npu:0")
+        ours = toy
+    else:
+        factory = next(f for f in graphhal_adapters() if f.name == name)
+        reference = factory.build("tiny", torch.device("cpu"), dtype)
+        wrapped = factory.wrap(copy.deepcopy(next(iter(reference.modules()))).to("npu:0"))
+        assert wrapped is not None
+        ours = wrapped
+    return Twins(
+        EncoderGraphs(ours, platform, settings),
+        EncoderGraphs(reference, plain_platform(), settings),
+    )
+
+
+def random_request(adapter: EncoderAdapter, chooser: random.Random) -> dict[str, Any]:
+    """A group of one modality: one to four items, most of which fit a graph."""
+    generator = torch.Generator().manual_seed(chooser.randrange(2**31))
+    return _MAKERS[adapter.name](adapter, chooser, generator)
+
+
+def _toy(_: Any, chooser: random.Random, generator: torch.Generator) -> dict[str, Any]:
+    count = chooser.randint(1, 4)
+    if chooser.random() < 0.5:
+        grids = [(1, MERGE * chooser.randint(1, 8), "image") for _ in range(count)]
+    else:
+        grids = [(chooser.randint(1, 5), MERGE * chooser.randint(1, 3), "video")]
+    return request(grids, seed=generator.initial_seed())
+
+
+def _vision(adapter: Any, chooser: random.Random, generator: torch.Generator) -> dict[str, Any]:
+    modality = chooser.choice(["image", "video"])
+    most = 1 if modality == "image" else 6
+    grid = [
+        (chooser.randint(1, most), 2 * chooser.randint(1, 5), 2 * chooser.randint(1, 5))
+        for _ in range(chooser.randint(1, 3))
+    ]
+    patches = sum(t * h * w for t, h, w in grid)
+    pixels = torch.randn((patches, adapter.patch_width), generator=generator)
+    keys = {
+        "image": ("pixel_values", "image_grid_thw"),
+        "video": ("pixel_values_videos", "video_grid_thw"),
+    }
+    return dict(zip(keys[modality], (pixels.to(adapter.dtype), torch.tensor(grid)), strict=True))
+
+
+def _audio(adapter: Any, chooser: random.Random, generator: torch.Generator) -> dict[str, Any]:
+    lengths = [chooser.randint(1, 2 * adapter.width) for _ in range(chooser.randint(1, 3))]
+    features = torch.randn((adapter.mel, sum(lengths)), generator=generator)
+    return {"input_features": features.to(adapter.dtype), "feature_lens": lengths}
+
+
+def _covo(adapter: Any, chooser: random.Random, generator: torch.Generator) -> dict[str, Any]:
+    counts = [chooser.randint(1, adapter.tokens_per_clip) for _ in range(chooser.randint(1, 3))]
+    features = torch.randn((len(counts), adapter.mel, adapter.frames), generator=generator)
+    return {"audio_features": features.to(adapter.dtype), "audio_num_tokens": counts}
+
+
+_MAKERS: dict[str, Callable[[Any, random.Random, torch.Generator], dict[str, Any]]] = {
+    "toy": _toy,
+    "qwen3_omni_vision": _vision,
+    "qwen3_omni_audio": _audio,
+    "covo_audio": _covo,
+}
+
+
+def assert_equal(
+    outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Every item within the dtype's relative L2, no value missing."""
+    assert len(outputs) == len(expected)
+    for index, (ours, reference) in enumerate(zip(outputs, expected, strict=True)):
+        assert ours.shape == reference.shape
+        found = Difference.between(ours.cpu(), reference)
+        assert found.relative_l2 <= TOLERANCE[dtype], f"item {index}: {found}"

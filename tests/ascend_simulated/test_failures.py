@@ -1,0 +1,322 @@
+"""A failure at every runtime call: the process serves on, eagerly where it must, and rightly."""
+
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphhal.boundaries import Boundaries
+from graphhal.errors import (
+    CaptureError,
+    HostReadError,
+    ResourceExhaustedError,
+    UnsupportedOperationError,
+)
+from graphhal.npu import acl_errors
+from graphhal.plan import GraphKey
+from graphhal.platform import CaptureRequest, Platform
+from tests.ascend_simulated import simulator
+from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
+from tests.toy_encoder import images
+
+NOT_OURS = {"aclrtGetMemInfo", "aclSetCompileopt"}
+"""Calls whose failure torch_npu itself ends the process for, or swallows."""
+REQUEST = images(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(acl_errors, "WAIT_SECONDS", 3.0)
+    monkeypatch.setattr(acl_errors, "ALIVE_SECONDS", 3.0)
+    yield
+    simulator.arm()
+    torch.npu.synchronize()
+
+
+def serves(tower: Twins, count: int = 3) -> None:
+    chooser = random.Random(13)
+    for _ in range(count):
+        request = random_request(tower.graphs.adapter, chooser)
+        assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+
+
+def calls_of(action: Callable[[], Any]) -> dict[str, int]:
+    """Runtime calls of an action that goes well."""
+    torch.npu.synchronize()
+    simulator.arm()
+    action()
+    torch.npu.synchronize()
+    return {name: count for name, count in simulator.calls().items() if name not in NOT_OURS}
+
+
+def places(count: int) -> list[int]:
+    """First, middle and last of a call's occurrences."""
+    return sorted({1, (count + 1) // 2, count})
+
+
+@pytest.mark.timeout(600)
+def test_a_failure_at_every_call_of_a_capture_leaves_a_serving_process(platform: Platform) -> None:
+    tower = twins("toy", platform, self_check="off")
+    calls = calls_of(tower.graphs.capture)
+    assert {"aclmdlRICaptureBegin", "aclmdlRICaptureTaskGrpEnd", "aclrtValueWait"} <= set(calls)
+    stream = torch.npu.current_stream()
+    for name, count in calls.items():
+        for nth in places(count):
+            simulator.arm(f"{name}:{nth}")
+            report = tower.graphs.capture()
+            simulator.arm()
+            assert torch.npu.current_stream() == stream, name
+            assert torch._C._len_torch_dispatch_stack() == 0, name
+            del report
+            serves(tower)
+    tower.graphs.capture()
+    assert len(tower.graphs.keys()) == 6
+    serves(tower)
+    assert sum(tower.graphs.stats()["hits"].values()) > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_failure_at_every_call_of_a_replay_is_served_eagerly(platform: Platform) -> None:
+    tower = twins("toy", platform, self_check="off")
+    tower.graphs.capture()
+    expected = tower.expected(REQUEST)
+    tower.graphs.run(REQUEST)
+    calls = calls_of(lambda: tower.graphs.run(REQUEST))
+    assert {"aclmdlRIExecuteAsync", "aclmdlRICaptureTaskUpdateBegin", "aclrtValueWrite"} <= set(
+        calls
+    )
+    for name, count in calls.items():
+        if name.startswith("aclrtSynchronize"):
+            continue
+        for nth in places(count):
+            if len(tower.graphs.keys()) < 6:
+                tower.graphs.capture()
+            torch.npu.synchronize()
+            simulator.arm(f"{name}:{nth}")
+            outputs = tower.graphs.run(REQUEST)
+            simulator.arm()
+            assert_equal(outputs, expected, torch.float32)
+            serves(tower)
+
+
+def test_exhausted_streams_stop_the_growth_and_keep_what_is_captured(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = twins("toy", platform)
+    simulator.arm("aclmdlRICaptureBegin:3:207008;aclmdlRICaptureBegin:4:207008")
+    report = tower.graphs.capture()
+    simulator.arm()
+    assert len(tower.graphs.keys()) == 2
+    assert any("out of streams or events" in str(dropped.reason) for dropped in report.dropped)
+    serves(tower, 10)
+    assert sum(tower.graphs.stats()["hits"].values()) > 0
+    tower.graphs.clear()
+
+
+def a_request(
+    device: torch.device, forward: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> CaptureRequest:
+    x = torch.zeros(8, 2, device=device)
+    out = torch.zeros(8, 2, device=device)
+    packed = torch.zeros(16, dtype=torch.uint8, device=device)
+    return CaptureRequest(
+        key=GraphKey("direct", "image", 8),
+        forward=lambda: forward(x, out),
+        inputs={"x": x, "cu_seqlens": packed[:8].view(torch.int32)},
+        packed=packed,
+        output=out,
+        boundaries={"cu_seqlens": Boundaries((8,))},
+        warmups=1,
+        pool=None,
+        device=device,
+    )
+
+
+def _item(x: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.npu.is_current_stream_capturing():
+        x.sum().item()
+    out.copy_(x)
+
+
+def _unjoined(x: torch.Tensor, out: torch.Tensor) -> None:
+    side = torch.npu.Stream()
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        out.copy_(x)
+
+
+def _outside_event(x: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.npu.is_current_stream_capturing():
+        _event.wait()
+    out.copy_(x)
+
+
+def _nested(x: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.npu.is_current_stream_capturing():
+        inner = torch.npu.NPUGraph()
+        with torch.npu.graph(inner, auto_dispatch_capture=True):
+            out.copy_(x)
+    out.copy_(x)
+
+
+def _left_behind(x: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.npu.is_current_stream_capturing():
+        torch.npu.NPUGraph().graph_dispatch_mode.__enter__()
+        torch.npu.set_stream(torch.npu.Stream())
+        raise ValueError("the tower broke")
+    out.copy_(x)
+
+
+def _too_much(x: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.npu.is_current_stream_capturing():
+        torch.empty(2**40, device=x.device)
+    out.copy_(x)
+
+
+def _foreign_boundaries(x: torch.Tensor, out: torch.Tensor) -> None:
+    from graphhal.npu.attention import attention
+
+    heads = x.reshape(8, 1, 2)
+    ends = torch.tensor([0, 8], dtype=torch.int32).to(x.device) if not _cached else _cached[0]
+    _cached[:] = [ends]
+    out.copy_(attention(heads, heads, heads, ends, 8, 1.0).reshape(8, 2))
+
+
+_event: Any = None
+_cached: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize(
+    ("forward", "kind", "words"),
+    [
+        (_item, HostReadError, "waits for the device"),
+        (_unjoined, UnsupportedOperationError, "does not join it"),
+        (_outside_event, UnsupportedOperationError, "queued outside the capture"),
+        (_nested, CaptureError, "capture failed"),
+        (_left_behind, CaptureError, "ValueError: the tower broke"),
+        (_too_much, ResourceExhaustedError, "out of memory"),
+        (_foreign_boundaries, HostReadError, "none of the graph's boundary buffers"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_named_and_leaves_the_process_as_it_was(
+    platform: Platform,
+    device: torch.device,
+    forward: Callable[..., Any],
+    kind: type[CaptureError],
+    words: str,
+) -> None:
+    global _event
+    _event = torch.npu.Event()
+    _event.record()
+    _cached.clear()
+    stream = torch.npu.current_stream()
+    options = [torch_option(name) for name in ("jitCompile", "ALLOW_INTERNAL_FORMAT")]
+    with pytest.raises(kind, match=words):
+        platform.capture(a_request(device, forward))
+    assert torch.npu.current_stream() == stream
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not torch.npu.is_current_stream_capturing()
+    assert [torch_option(name) for name in ("jitCompile", "ALLOW_INTERNAL_FORMAT")] == options
+    good = a_request(device, lambda x, out: out.copy_(x + 1))
+    graph = platform.capture(good)
+    platform.release([graph])
+
+
+def torch_option(name: str) -> bytes:
+    import torch_npu
+
+    return torch_npu._C._npu_getOption(name)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_capture_turns_off_internal_formats_and_puts_the_setting_back(
+    platform: Platform, device: torch.device, fails: bool
+) -> None:
+    torch.npu.config.allow_internal_format = True
+    torch.npu.set_compile_mode(jit_compile=True)
+    seen = []
+
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        seen.append((torch_option("ALLOW_INTERNAL_FORMAT"), torch_option("jitCompile")))
+        out.copy_(x)
+        if fails and torch.npu.is_current_stream_capturing():
+            raise ValueError("no")
+
+    try:
+        if fails:
+            with pytest.raises(CaptureError):
+                platform.capture(a_request(device, forward))
+        else:
+            platform.release([platform.capture(a_request(device, forward))])
+        assert set(seen) == {(b"disable", b"disable")}
+        assert torch_option("ALLOW_INTERNAL_FORMAT") == b"enable"
+        assert torch_option("jitCompile") == b"enable"
+    finally:
+        torch.npu.config.allow_internal_format = False
+        torch.npu.set_compile_mode(jit_compile=False)
+
+
+def test_a_hanging_device_is_given_up_after_a_bounded_wait(
+    platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acl_errors, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(acl_errors, "ALIVE_SECONDS", 0.3)
+    never = torch.npu.ExternalEvent()
+
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        if not torch.npu.is_current_stream_capturing():
+            never.wait(torch.npu.current_stream())
+        out.copy_(x)
+
+    monkeypatch.setattr("graphhal.npu.graph.recover", lambda _: None)
+    with pytest.raises(CaptureError, match=r"did not finish within 0.3 s"):
+        platform.capture(a_request(device, forward))
+    side = torch.npu.Stream()
+    never.record(side)
+    torch.npu.synchronize()
+
+
+def test_release_is_safe_twice_and_after_the_graph_is_gone(
+    platform: Platform, device: torch.device
+) -> None:
+    graph = platform.capture(a_request(device, lambda x, out: out.copy_(x)))
+    platform.release([graph])
+    platform.release([graph])
+    assert graph.handle is None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "fault", ["", "aclmdlRICaptureBegin:1", "aclmdlRICaptureTaskUpdateEnd:1", "aclnnAddmm:9"]
+)
+def test_the_process_exits_cleanly_after_a_failure(fault: str) -> None:
+    program = f"""
+        import warnings; warnings.simplefilter("ignore")
+        import torch
+        from graphhal.discovery import bind
+        from graphhal.npu import plugin
+        from tests.ascend_simulated import simulator
+        from tests.ascend_simulated.encoders import twins, assert_equal
+        from tests.toy_encoder import images
+        tower = twins("toy", bind(plugin, plugin.graphhal_probe(), "npu"))
+        simulator.arm({fault!r})
+        tower.graphs.capture()
+        for tokens in ((2, 3), (5,)):
+            request = images(*tokens)
+            assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+        print("served")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "served"

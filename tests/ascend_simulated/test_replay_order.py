@@ -1,0 +1,180 @@
+"""What a replay asks of the runtime: order, once per flag, and no wait on the host."""
+
+import random
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from graphhal.boundaries import Boundaries
+from graphhal.errors import ReplayError
+from graphhal.platform import HostUpdate, Platform
+from tests.ascend_simulated import simulator
+from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
+from tests.toy_encoder import images
+
+BLOCKS = 2
+"""Attention layers of the toy encoder: one full, one windowed."""
+
+
+@pytest.fixture(scope="module")
+def tower(platform: Platform) -> Twins:
+    found = twins("toy", platform)
+    assert not found.graphs.capture().dropped
+    return found
+
+
+def one_replay(tower: Twins, trace: "simulator.Trace", *tokens: int) -> list[str]:
+    """The runtime's lines from the start of a request until the device finished it."""
+    torch.npu.synchronize()
+    hits = tower.graphs.stats()["hits"]
+    simulator.mark("begin")
+    outputs = tower.graphs.run(images(*tokens))
+    torch.npu.current_stream().npu_stream  # noqa: B018  (flushes torch_npu's queue)
+    simulator.mark("end")
+    assert tower.graphs.stats()["hits"] != hits
+    torch.npu.synchronize()
+    simulator.mark("finished")
+    assert_equal(outputs, tower.expected(images(*tokens)), torch.float32)
+    return trace.between("begin", "finished")
+
+
+def test_every_flag_is_set_once_a_replay_after_its_update(
+    tower: Twins, trace: "simulator.Trace", schedule: str
+) -> None:
+    lines = one_replay(tower, trace, 2, 3)
+    sets = Counter(re.findall(r"run VALUE_WRITE (\S+)=1 ", "\n".join(lines)))
+    waits = Counter(re.findall(r"waited VALUE_WAIT (\S+)=1 ", "\n".join(lines)))
+    clears = Counter(re.findall(r"run VALUE_WRITE (\S+)=0 ", "\n".join(lines)))
+    assert sets == waits == clears
+    assert len(sets) == BLOCKS
+    assert set(sets.values()) == {1}
+    updates = [line for line in lines if line.startswith("update group=")]
+    assert len({re.search(r"group=\d+", line)[0] for line in updates}) == len(updates) == BLOCKS
+    steps = [
+        index
+        for index, line in enumerate(lines)
+        if line.startswith("update group=") or re.search(r"VALUE_WRITE \S+=1", line)
+    ]
+    kinds = ["update" if lines[i].startswith("update") else "set" for i in steps]
+    assert kinds == ["update", "set"] * BLOCKS
+
+
+def test_windowed_and_full_layers_get_their_own_ends(
+    tower: Twins, trace: "simulator.Trace"
+) -> None:
+    lines = one_replay(tower, trace, 3, 5)
+    ends = [re.search(r"\[q=(\S+) kv", line) for line in lines if "FusedInferAttention" in line]
+    found = [match[1] for match in ends if match]
+    assert found == ["6,16", "4,6,10,14,16"]
+
+
+def test_the_request_path_waits_for_nothing_on_the_host(
+    tower: Twins, trace: "simulator.Trace", schedule: str
+) -> None:
+    one_replay(tower, trace, 4, 4)
+    on_host = trace.between("begin", "end")
+    assert [line for line in on_host if line.startswith("sync")] == []
+    if schedule != "eager":
+        assert [line for line in on_host if line.startswith("exec")] == []
+
+
+def test_no_stream_and_no_event_is_made_on_the_request_path(
+    tower: Twins, trace: "simulator.Trace"
+) -> None:
+    one_replay(tower, trace, 4, 4)
+    one_replay(tower, trace, 4, 3)
+    lines = trace.lines[len(trace.lines) // 2 :]
+    assert [line for line in lines if line.startswith("stream create")] == []
+
+
+def test_one_update_stream_serves_every_graph(tower: Twins, trace: "simulator.Trace") -> None:
+    for tokens in ((2, 2), (8,), (20,), (3, 5)):
+        one_replay(tower, trace, *tokens)
+    streams = set(re.findall(r"update group=\d+ model=\d+ stream=(\d+)", "\n".join(trace.lines)))
+    replays = set(re.findall(r"replay model=\d+ stream=(\d+)", "\n".join(trace.lines)))
+    assert len(streams) == len(replays) == 1
+    assert streams != replays
+
+
+@pytest.mark.timeout(600)
+def test_500_replays_back_to_back_without_a_host_wait(
+    tower: Twins, trace: "simulator.Trace", schedule: str
+) -> None:
+    chooser = random.Random(11)
+    requests = [images(*chooser.choices(range(1, 7), k=chooser.randint(1, 4))) for _ in range(20)]
+    expected = [tower.expected(request) for request in requests]
+    torch.npu.synchronize()
+    simulator.mark("begin")
+    outputs = [tower.graphs.run(requests[number % 20]) for number in range(500)]
+    torch.npu.current_stream().npu_stream  # noqa: B018
+    simulator.mark("end")
+    for number, output in enumerate(outputs):
+        assert_equal(output, expected[number % 20], torch.float32)
+    assert trace.hazards() == []
+    between = trace.between("begin", "end")
+    assert [line for line in between if line.startswith("sync")] == []
+    assert len([line for line in between if line.startswith("replay")]) == 500
+
+
+def a_graph(tower: Twins) -> "tuple[object, HostUpdate]":
+    graph = tower.graphs._graphs.entries[tower.graphs.keys()[0]].graph
+    return graph, HostUpdate(graph.request.boundaries, torch.zeros_like(graph.request.packed).cpu())
+
+
+def test_a_replay_without_an_update_is_refused_instead_of_hanging(tower: Twins) -> None:
+    graph, update = a_graph(tower)
+    platform = tower.graphs.platform
+    with (
+        pytest.raises(ReplayError, match="update its boundaries before every replay"),
+        platform.step("replay", graph, graph.request.inputs, update.boundaries),
+    ):
+        platform.replay(graph)
+
+
+@pytest.mark.parametrize("fault", ["missing set", "too few rows", "too many rows", "short block"])
+def test_an_update_is_checked_before_anything_is_queued(
+    tower: Twins, trace: "simulator.Trace", fault: str
+) -> None:
+    graph, update = a_graph(tower)
+    platform = tower.graphs.platform
+    rows = graph.request.boundaries["cu_seqlens"].rows
+    bad = {
+        "missing set": {"cu_seqlens": graph.request.boundaries["cu_seqlens"]},
+        "too few rows": {**update.boundaries, "cu_seqlens": Boundaries((rows - 1,))},
+        "too many rows": {**update.boundaries, "cu_seqlens": Boundaries((rows + 1,))},
+        "short block": update.boundaries,
+    }[fault]
+    block = update.block[:-1] if fault == "short block" else update.block
+    torch.npu.synchronize()
+    simulator.mark("begin")
+    with (
+        pytest.raises(ReplayError, match=r"^toy/"),
+        platform.step("replay", graph, graph.request.inputs, update.boundaries),
+    ):
+        platform.update_boundaries(graph, HostUpdate(bad, block))
+    torch.npu.synchronize()
+    simulator.mark("end")
+    touched = [line for line in trace.between("begin", "end") if re.match(r"update|run", line)]
+    assert touched == []
+
+
+def test_a_second_update_before_the_replay_costs_nothing(
+    tower: Twins, trace: "simulator.Trace", schedule: str
+) -> None:
+    """A request that fails between update and replay leaves flags set: none may be lost."""
+    graph, update = a_graph(tower)
+    platform = tower.graphs.platform
+    with platform.step("replay", graph, graph.request.inputs, update.boundaries):
+        platform.update_boundaries(graph, update)
+    request = images(2)
+    assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+    assert trace.hazards() == []
+
+
+def test_a_tower_works_after_every_order_test(tower: Twins) -> None:
+    chooser = random.Random(12)
+    for _ in range(10):
+        request = random_request(tower.graphs.adapter, chooser)
+        assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)

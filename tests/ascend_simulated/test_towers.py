@@ -1,0 +1,143 @@
+"""Every tower, graph against CPU: random groups, interleaved towers, retained outputs."""
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from graphhal.platform import Platform
+from tests.ascend_simulated import simulator
+from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
+
+GROUPS = int(os.environ.get("SIMULATED_GROUPS", "200"))
+"""Random groups per tower and dtype."""
+TOWERS = ["toy", "qwen3_omni_vision", "qwen3_omni_audio", "covo_audio"]
+
+
+@pytest.fixture(scope="module", params=TOWERS)
+def tower(request: pytest.FixtureRequest, platform: Platform) -> Any:
+    found = twins(request.param, platform)
+    report = found.graphs.capture()
+    assert not report.dropped, [str(dropped) for dropped in report.dropped]
+    yield found
+    found.graphs.clear()
+
+
+@pytest.mark.timeout(600)
+def test_random_groups_equal_the_cpu_in_every_schedule(
+    tower: Twins, trace: "simulator.Trace"
+) -> None:
+    chooser = random.Random(5)
+    for number in range(GROUPS):
+        if number % 20 == 0:
+            torch.npu.synchronize()
+            simulator.schedule(("eager", "lazy", "shuffled")[number // 20 % 3])
+        request = random_request(tower.graphs.adapter, chooser)
+        assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+    torch.npu.synchronize()
+    simulator.schedule("eager")
+    assert trace.hazards() == []
+    assert sum(tower.graphs.stats()["hits"].values()) > GROUPS / 4
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", TOWERS)
+def test_random_groups_equal_the_cpu_in_bfloat16(name: str, platform: Platform) -> None:
+    tower = twins(name, platform, torch.bfloat16)
+    assert not tower.graphs.capture().dropped
+    chooser = random.Random(6)
+    for _ in range(GROUPS):
+        request = random_request(tower.graphs.adapter, chooser)
+        request = {
+            key: value.bfloat16() if torch.is_tensor(value) and value.is_floating_point() else value
+            for key, value in request.items()
+        }
+        assert_equal(tower.graphs.run(request), tower.expected(request), torch.bfloat16)
+    tower.graphs.clear()
+
+
+def test_audio_and_vision_graphs_interleave(
+    platform: Platform, schedule: str, trace: "simulator.Trace"
+) -> None:
+    towers = [twins(name, platform) for name in ("qwen3_omni_vision", "qwen3_omni_audio", "toy")]
+    for tower in towers:
+        assert not tower.graphs.capture().dropped
+    chooser = random.Random(7)
+    waiting = []
+    for _ in range(12):
+        for tower in towers:
+            request = random_request(tower.graphs.adapter, chooser)
+            waiting.append((tower.graphs.run(request), tower.expected(request)))
+    for outputs, expected in waiting:
+        assert_equal(outputs, expected, torch.float32)
+    towers[1].graphs.clear()
+    for tower in (towers[0], towers[1], towers[2]):
+        request = random_request(tower.graphs.adapter, chooser)
+        assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+    assert trace.hazards() == []
+    for tower in towers:
+        tower.graphs.clear()
+
+
+def test_outputs_that_a_caller_keeps_survive_memory_pressure(
+    platform: Platform, schedule: str
+) -> None:
+    tower = twins("toy", platform)
+    tower.graphs.capture()
+    chooser = random.Random(8)
+    kept, others = [], []
+    for number in range(60):
+        request = random_request(tower.graphs.adapter, chooser)
+        kept.append((tower.graphs.run(request), tower.expected(request)))
+        others.append(torch.full((chooser.randint(1, 5000),), float(number), device="npu:0"))
+        if number % 7 == 0:
+            del others[:3]
+            torch.npu.empty_cache()
+    for outputs, expected in kept:
+        assert_equal(outputs, expected, torch.float32)
+    assert all(len(other.unique()) == 1 for other in [o.cpu() for o in others])
+    tower.graphs.clear()
+
+
+def test_recapture_serves_as_before(platform: Platform, schedule: str) -> None:
+    tower = twins("toy", platform)
+    chooser = random.Random(9)
+    for _ in range(3):
+        assert not tower.graphs.capture().dropped
+        for _ in range(5):
+            request = random_request(tower.graphs.adapter, chooser)
+            assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+    tower.graphs.clear()
+    tower.graphs.clear()
+
+
+def test_a_released_ladder_gives_its_memory_back(platform: Platform) -> None:
+    tower = twins("toy", platform)
+    tower.graphs.capture()
+    tower.graphs.clear()
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    before = torch.npu.memory_reserved()
+    for _ in range(3):
+        tower.graphs.capture()
+        tower.graphs.clear()
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    assert torch.npu.memory_reserved() == before
+
+
+def test_a_profile_keeps_nothing_and_foretells_the_capture(platform: Platform) -> None:
+    tower = twins("toy", platform)
+    torch.npu.empty_cache()
+    free = torch.npu.mem_get_info()[0]
+    profile = tower.graphs.profile_memory()
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    assert torch.npu.mem_get_info()[0] == free
+    report = tower.graphs.capture()
+    assert profile.settled_bytes >= sum(profile.per_graph.values()) > 0
+    assert set(profile.per_graph) == set(tower.graphs.keys())
+    assert report.num_bytes <= profile.settled_bytes + profile.transient_bytes
+    tower.graphs.clear()
