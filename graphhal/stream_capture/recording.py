@@ -100,7 +100,6 @@ def capture(
             )
         caller = pool.current()
         pool.open()
-        pool.hand_in(caller)
         try:
             with torch.cuda.stream(pool.stream):
                 return _capture_here(request, pool, error_mode, check_replay)

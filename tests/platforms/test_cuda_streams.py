@@ -482,6 +482,14 @@ def test_poison_fills_exactly_the_free_blocks_of_the_capture_stream(fake):
     assert fills == [f"full {size} pool=True" for size in (5 * 2**20, 2**20, 512)]
 
 
+def test_poison_after_release_is_harmless(fake):
+    graph = captured(fake)
+    poison = graph.poison
+    plugin.graphhal_release([graph])
+    poison()
+    assert not any(line.startswith("full") for line in fake.log)
+
+
 # --- release
 
 
