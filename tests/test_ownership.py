@@ -64,7 +64,7 @@ def test_held_outputs_survive_later_requests(platform, policy):
     assert counted["misses"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_thousand_held_outputs_survive_ten_thousand_requests():
     platform = bind(cpu, cpu.graphhal_probe(), "cpu")
