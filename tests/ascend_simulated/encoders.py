@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphhal.adapter import EncoderAdapter
+from graphhal.adapters.covo_audio import CovoStage
 from graphhal.adapters.plugin import graphhal_adapters
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
@@ -57,7 +58,9 @@ def twins(
     else:
         factory = next(f for f in graphhal_adapters() if f.name == name)
         reference = factory.build("tiny", torch.device("cpu"), dtype)
-        wrapped = factory.wrap(copy.deepcopy(next(iter(reference.modules()))).to("npu:0"))
+        modules = list(reference.modules())
+        tower = modules[0] if len(modules) == 1 else CovoStage(*modules)
+        wrapped = factory.wrap(copy.deepcopy(tower).to("npu:0"))
         assert wrapped is not None
         ours = wrapped
     return Twins(

@@ -1,0 +1,298 @@
+"""Platform npu without torch_npu: refusals, meanings of errors, order of an update. Tier: pure."""
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphhal.boundaries import Boundaries
+from graphhal.errors import (
+    BoundariesError,
+    CaptureError,
+    HostReadError,
+    ReplayError,
+    ResourceExhaustedError,
+    UnsupportedOperationError,
+)
+from graphhal.npu import plugin
+from graphhal.platform import Unavailable
+
+MODULES = ("acl_errors", "fused_attention", "attention", "task_update")
+
+
+class Npu:
+    """`torch_npu.npu` that writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.refuse_at = ""
+        self.capturing = False
+
+    def say(self, what: str) -> None:
+        self.log.append(what)
+        if self.refuse_at and what.startswith(self.refuse_at):
+            raise RuntimeError("NPU function error: injected, error code is 107033")
+
+    def graph_task_update_begin(self, stream: Any, handle: str) -> None:
+        self.say(f"begin {handle}")
+
+    def graph_task_update_end(self, stream: Any) -> None:
+        self.say("end")
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def stream(self, stream: Any) -> "Npu":
+        return self
+
+    def device(self, index: int) -> "Npu":
+        return self
+
+    def current_device(self) -> int:
+        return 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def Stream(self) -> "Stream":
+        return Stream(self)
+
+    def Event(self) -> "Event":
+        return Event(self)
+
+
+class Stream:
+    def __init__(self, npu: Npu) -> None:
+        self.npu = npu
+
+    def wait_event(self, event: "Event") -> None:
+        self.npu.say("wait")
+
+
+class Event:
+    def __init__(self, npu: Npu) -> None:
+        self.npu = npu
+
+    def record(self, stream: Stream) -> None:
+        self.npu.say("record")
+
+    def query(self) -> bool:
+        return False
+
+
+class Task:
+    def __init__(self, npu: Npu, name: str, boundary_set: str) -> None:
+        self.npu, self.handle, self.boundary_set = npu, name, boundary_set
+        self.flag = types.SimpleNamespace(
+            record=lambda _: npu.say(f"set {name}"), reset=lambda _: npu.say(f"clear {name}")
+        )
+
+    def issue(self, ends: list[int]) -> None:
+        self.npu.say(f"issue {self.handle} {ends}")
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Npu]:
+    """The platform's modules, loaded anew over a fake torch_npu."""
+    fake, package = Npu(), types.ModuleType("torch_npu")
+    package.npu = fake
+    monkeypatch.setitem(sys.modules, "torch_npu", package)
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, f"graphhal.npu.{name}", raising=False)
+    yield fake
+    for name in MODULES:
+        sys.modules.pop(f"graphhal.npu.{name}", None)
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(f"graphhal.npu.{name}")
+
+
+def test_probe_says_that_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = plugin.graphhal_probe()
+    assert found == Unavailable("the package torch_npu is not installed", absent=True)
+
+
+def test_probe_names_the_library_that_cann_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    found = plugin.graphhal_probe()
+    assert isinstance(found, Unavailable)
+    assert not found.absent
+    assert "cannot be imported" in found.reason
+    assert "set_env.sh" in found.reason
+
+
+@pytest.mark.parametrize("soc", ["Ascend310P3", "Ascend310B1"])
+def test_310_series_is_refused_with_its_reason(soc: str) -> None:
+    problem = plugin.soc_problem(soc)
+    assert problem is not None
+    assert problem.startswith(f"{soc}: ")
+    assert plugin.soc_problem("Ascend910B1") is None
+    assert plugin.soc_problem("Ascend910_9391") is None
+
+
+def test_a_runtime_without_value_flags_is_refused() -> None:
+    complete = types.SimpleNamespace(aclrtValueWait=1, aclrtValueWrite=1)
+    assert plugin.runtime_problem(complete) is None
+    problem = plugin.runtime_problem(types.SimpleNamespace(aclrtValueWrite=1))
+    assert problem is not None
+    assert "lacks aclrtValueWait, so" in problem
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (207001, ResourceExhaustedError),
+        (207005, ResourceExhaustedError),
+        (207008, ResourceExhaustedError),
+        (107027, HostReadError),
+        (107025, UnsupportedOperationError),
+        (107033, CaptureError),
+        (507011, CaptureError),
+    ],
+)
+def test_codes_become_typed_errors_with_a_way_out(
+    npu: Npu, code: int, kind: type[CaptureError]
+) -> None:
+    errors = load("acl_errors")
+    error = RuntimeError(f"capture_begin:x.cpp:1 NPU function error: begin, error code is {code}")
+    found = errors.capture_error(error, "k: capture")
+    assert type(found) is kind
+    assert str(found).startswith("k: capture failed: ")
+    assert f"[{code}: capture_begin" in str(found)
+    replay = errors.replay_error(error, "k: replay")
+    assert type(replay) is ReplayError
+    assert f"[{code}: " in str(replay)
+
+
+def test_the_first_error_of_a_chain_decides(npu: Npu) -> None:
+    errors = load("acl_errors")
+    try:
+        try:
+            raise RuntimeError("NPU function error: sync, error code is 107027")
+        except RuntimeError:
+            raise RuntimeError("NPU function error: end, error code is 507903")  # noqa: B904
+    except RuntimeError as chained:
+        assert type(errors.capture_error(chained, "k")) is HostReadError
+
+
+def test_code_that_was_called_wrongly_is_no_error_of_the_runtime(npu: Npu) -> None:
+    errors = load("acl_errors")
+    assert not errors.is_runtime_error(ValueError("error code is 107027"))
+    assert not errors.is_runtime_error(RuntimeError("shapes do not match"))
+    assert errors.is_runtime_error(RuntimeError("x, error code is 507011"))
+    assert errors.is_runtime_error(torch.OutOfMemoryError("no"))
+
+
+def test_waits_are_bounded(npu: Npu) -> None:
+    errors = load("acl_errors")
+    with pytest.raises(CaptureError, match=r"^warm-up: the device did not finish within 0.01 s"):
+        errors.wait_for(npu.Event(), "warm-up", 0.01)
+
+
+def an_update(npu: Npu, *sets: str) -> Any:
+    module = load("task_update")
+    lane = types.SimpleNamespace(replay=npu.Stream(), update=npu.Stream())
+    tasks = [Task(npu, f"t{number}", name) for number, name in enumerate(sets)]
+    return module.TaskUpdates(lane, tasks)
+
+
+def test_each_task_is_rewritten_and_then_its_flag_set_once(npu: Npu) -> None:
+    updates = an_update(npu, "full", "window")
+    updates.queue({"full": [8], "window": [4, 8]})
+    assert npu.log == [
+        "begin t0", "issue t0 [8]", "end", "set t0",
+        "begin t1", "issue t1 [4, 8]", "end", "set t1",
+        "record", "wait",
+    ]  # fmt: skip
+    assert updates.armed
+
+
+def test_an_update_waits_for_the_replay_before_it(npu: Npu) -> None:
+    updates = an_update(npu, "full")
+    updates.queue({"full": [8]})
+    updates.replayed()
+    assert not updates.armed
+    npu.log.clear()
+    updates.queue({"full": [3, 8]})
+    assert npu.log[:3] == ["wait", "begin t0", "issue t0 [3, 8]"]
+
+
+def test_an_update_that_fails_is_closed_and_the_next_one_clears_its_flags(npu: Npu) -> None:
+    updates = an_update(npu, "full", "full")
+    npu.refuse_at = "issue t1"
+    with pytest.raises(RuntimeError, match="107033"):
+        updates.queue({"full": [8]})
+    assert npu.log[-3:] == ["begin t1", "issue t1 [8]", "end"]
+    assert not updates.armed
+    npu.refuse_at = ""
+    npu.log.clear()
+    updates.queue({"full": [8]})
+    assert npu.log[:2] == ["clear t0", "clear t1"]
+
+
+def test_two_updates_before_one_replay_lose_no_flag(npu: Npu) -> None:
+    updates = an_update(npu, "full")
+    updates.queue({"full": [8]})
+    npu.log.clear()
+    updates.queue({"full": [8]})
+    assert npu.log[0] == "clear t0"
+
+
+def test_a_graph_without_attention_needs_its_update_all_the_same(npu: Npu) -> None:
+    updates = an_update(npu)
+    assert not updates.armed
+    updates.queue({})
+    assert updates.armed
+
+
+def serving(npu: Npu, **buffers: torch.Tensor) -> Any:
+    module = load("attention")
+    bounds = {name: Boundaries((3, 8)) for name in buffers}
+    return module, module.Serving(buffers, bounds)
+
+
+def test_a_boundary_set_is_found_by_its_buffer(npu: Npu) -> None:
+    full, window = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    _, found = serving(npu, full=full, window=window)
+    assert found.set_of(window) == "window"
+    assert found.set_of(full[:2]) == "full"
+    assert found.set_of(full.clone()) is None
+
+
+def test_foreign_boundaries_are_refused_under_capture_and_read_otherwise(npu: Npu) -> None:
+    module = load("attention")
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert module._read_back(ends, 10).ends == (3, 8, 10)
+    npu.capturing = True
+    with pytest.raises(HostReadError, match="none of the graph's boundary buffers"):
+        module._read_back(ends, 10)
+
+
+def test_boundaries_that_do_not_cover_the_rows_are_refused(npu: Npu) -> None:
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    module, found = serving(npu, cu_seqlens=ends)
+    rows = torch.zeros(9, 2, 16)
+    with (
+        module.serve(found),
+        pytest.raises(BoundariesError, match="^cu_seqlens covers 8 rows, attention has 9"),
+    ):
+        module.attention(rows, rows, rows, ends, 8, 1.0)
+
+
+@pytest.mark.parametrize(("dim", "padded"), [(16, 64), (64, 64), (72, 128), (80, 128), (129, 192)])
+def test_head_dims_are_padded_to_what_the_kernel_takes(npu: Npu, dim: int, padded: int) -> None:
+    assert load("attention")._padded_dim(dim) == padded
+
+
+def test_a_head_dim_beyond_the_kernel_is_refused(npu: Npu) -> None:
+    with pytest.raises(UnsupportedOperationError, match="head dim 257"):
+        load("attention")._padded_dim(257)
