@@ -147,6 +147,11 @@ OP(Clamp, T a, N low, N high, T o) {  // one of the bounds may be missing
   auto from = low ? std::optional(low->value) : std::nullopt, to = high ? std::optional(high->value) : std::nullopt;
   return prepare(ws, ex, [=](auto a, auto o) { put(o, at::clamp(a, from, to)); }, a, o);
 }
+BINARY(ClampMinTensor, at::clamp_min)
+OP(InplaceClampMinTensor, T a, T low) RUN((auto a, auto low), put(a, at::clamp_min(a, low)), a, low)
+OP(InplaceClampMin, T a, N low) RUN((auto a, auto low), put(a, at::clamp_min(a, low)), a, low)
+OP(InplaceClampMax, T a, N high) RUN((auto a, auto high), put(a, at::clamp_max(a, high)), a, high)
+OP(Equal, T a, T b, T o) RUN((auto a, auto b, auto o), o.fill_(at::equal(a, b)), a, b, o)
 UNARY(Neg, at::neg)
 UNARY(Abs, at::abs)
 UNARY(Exp, at::exp)

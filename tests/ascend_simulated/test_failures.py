@@ -24,7 +24,7 @@ from tests.ascend_simulated import simulator
 from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
 from tests.toy_encoder import images
 
-NOT_OURS = {"aclrtGetMemInfo", "aclSetCompileopt"}
+NOT_OURS = {"aclrtGetMemInfo"}
 """Calls whose failure torch_npu itself ends the process for, or swallows."""
 REQUEST = images(2, 3)
 

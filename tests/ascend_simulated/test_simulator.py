@@ -1,0 +1,271 @@
+"""The simulator itself: kernels against PyTorch, rules of streams, captures and task groups."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_npu
+
+from tests.ascend_simulated import simulator
+
+X = torch.linspace(-2, 2, 24).reshape(4, 6)
+Y = torch.linspace(0.5, 3, 24).reshape(4, 6)
+INDEX = torch.tensor([3, 0, 0, 2])
+
+OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "add": lambda x, y, i: x + y * 2,
+    "add scalar": lambda x, y, i: 3 + x,
+    "subtract": lambda x, y, i: 1 - x - y,
+    "multiply, divide": lambda x, y, i: x * y / (y + 1),
+    "floor divide, remainder": lambda x, y, i: (i * 7) // 2 + (i * 7) % 3,
+    "power": lambda x, y, i: y**2 + x**3,
+    "unary": lambda x, y, i: x.exp() + x.sin() + x.cos() + x.tanh() + y.sqrt() + y.rsqrt() - x.abs(),
+    "activations": lambda x, y, i: F.gelu(x) + F.silu(x) + F.relu(x) + F.gelu(x, approximate="tanh"),
+    "softmax": lambda x, y, i: x.softmax(-1),
+    "clamp": lambda x, y, i: x.clamp(-1, 1) + x.clamp(min=0) + x.clamp(max=0),
+    "comparison": lambda x, y, i: ((x > 0) & (y < 2) | (x == y)).float() + (x >= y).float(),
+    "where": lambda x, y, i: torch.where(x > 0, x, y),
+    "masked fill": lambda x, y, i: x.masked_fill(x > 0, -5.0),
+    "matmul": lambda x, y, i: x @ y.T,
+    "batched matmul": lambda x, y, i: x.reshape(2, 2, 6) @ y.reshape(2, 6, 2),
+    "linear": lambda x, y, i: F.linear(x, y, y[:, 0]),
+    "layer norm": lambda x, y, i: F.layer_norm(x, (6,), y[0], y[1]),
+    "index": lambda x, y, i: x[i] + x.index_select(0, i),
+    "two indices": lambda x, y, i: x[i, i],
+    "index put": lambda x, y, i: x.clone().index_put_((i[1:],), y[0]),
+    "embedding": lambda x, y, i: F.embedding(i, x),
+    "gather": lambda x, y, i: x.gather(0, i.reshape(1, 4).repeat(1, 1)),
+    "cat, stack": lambda x, y, i: torch.cat([torch.stack([x, y]), torch.stack([y, x])], 1),
+    "pad": lambda x, y, i: F.pad(x, (1, 2, 0, 1)),
+    "repeat, expand": lambda x, y, i: x.repeat(2, 1) + x[:1].expand(8, 6),
+    "transposed views": lambda x, y, i: (x.T + y.reshape(6, 4)).contiguous(),
+    "strided copy": lambda x, y, i: x[:, ::2].clone(),
+    "sum, mean": lambda x, y, i: x.sum(0) + x.mean(0) + x.sum(),
+    "extrema": lambda x, y, i: x.amax(1) + y.amin(1) + x.max() + torch.maximum(x, y)[:, 0],
+    "cumulative sum": lambda x, y, i: x.cumsum(1),
+    "norm": lambda x, y, i: x.norm(dim=1),
+    "all, any": lambda x, y, i: (x > 0).any().float() + (y > 0).all().float(),
+    "arange": lambda x, y, i: torch.arange(2, 9, device=x.device).float(),
+    "casts": lambda x, y, i: x.bfloat16().float() + x.half().float() + y.long().float(),
+    "convolution 1d": lambda x, y, i: F.conv1d(x[None], y.reshape(2, 4, 3), stride=2, padding=1),
+    "convolution 2d": lambda x, y, i: F.conv2d(x[None, None], y[:3, :3][None, None], y[0, :1]),
+    "convolution 3d": lambda x, y, i: F.conv3d(
+        x.reshape(1, 1, 2, 3, 4), y.reshape(3, 1, 2, 2, 2), stride=(2, 1, 2)
+    ),
+    "grouped convolution": lambda x, y, i: F.conv1d(x[None], y.reshape(4, 1, 6)[..., :3], groups=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_kernel_computes_what_pytorch_computes(name: str) -> None:
+    expected = OPERATORS[name](X, Y, INDEX)
+    found = OPERATORS[name](X.npu(), Y.npu(), INDEX.npu())
+    assert found.device.type == "npu"
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ends", [[8], [3, 8], [1, 2, 3, 8]])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fused_attention_attends_within_sequences(
+    dtype: torch.dtype, ends: list[int], kv_heads: int
+) -> None:
+    query, key, value = (torch.randn(8, heads, 16).to(dtype) for heads in (2, kv_heads, kv_heads))
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        query.npu(), key.npu(), value.npu(), input_layout="TND", num_heads=2,
+        num_key_value_heads=kv_heads, scale=0.25, actual_seq_lengths=ends,
+        actual_seq_lengths_kv=ends,
+    )  # fmt: skip
+    parts = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        q, k, v = (x[start:end].float().transpose(0, 1) for x in (query, key, value))
+        parts.append(
+            F.scaled_dot_product_attention(q, k, v, scale=0.25, enable_gqa=True).transpose(0, 1)
+        )
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(
+        out.cpu().float(), torch.cat(parts), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("ends", [[], [3, 7], [5, 3, 8]])
+def test_fused_attention_refuses_ends_that_do_not_cover_the_rows(ends: list[int]) -> None:
+    rows = torch.randn(8, 2, 16).npu()
+    with pytest.raises(RuntimeError, match="actual_seq_length"):
+        torch_npu.npu_fused_infer_attention_score(
+            rows, rows, rows, input_layout="TND", num_heads=2, num_key_value_heads=2, scale=1.0,
+            actual_seq_lengths=ends, actual_seq_lengths_kv=ends,
+        )  # fmt: skip
+        torch.npu.current_stream().npu_stream  # noqa: B018
+        torch.npu.synchronize()
+    torch_npu.npu.restart_device(0)
+
+
+def test_uninitialised_memory_is_not_a_number() -> None:
+    torch.npu.empty_cache()
+    assert torch.empty(3 * 2**20, device="npu").cpu().isnan().all()
+
+
+def test_an_unknown_operator_fails_and_names_itself() -> None:
+    program = """
+        import torch, os
+        x = torch.ones(4, device="npu")
+        try:
+            torch.npu.synchronize(); x.erfinv_(); torch.npu.synchronize()
+        except RuntimeError as error:
+            print(str(error).strip().splitlines()[-1])
+        os._exit(0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert "no simulated kernel for aclnnInplaceErfinv" in done.stdout + done.stderr
+
+
+def captured(body: Callable[[], None]) -> torch.npu.NPUGraph:
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        body()
+    return graph
+
+
+def test_a_replay_sees_new_contents_and_runs_when_its_stream_gets_there(
+    trace: "simulator.Trace", schedule: str
+) -> None:
+    x, out = torch.ones(4).npu(), torch.zeros(4).npu()
+    graph = captured(lambda: out.copy_(x * 2 + 1))
+    simulator.mark("begin")
+    for value in (2.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+    simulator.mark("end")
+    ran = [line for line in trace.between("begin", "end") if line.startswith("exec")]
+    assert bool(ran) == (schedule == "eager")
+    assert out.cpu().tolist() == [11.0] * 4
+
+
+def test_a_flag_that_is_set_twice_counts_once(trace: "simulator.Trace") -> None:
+    event, stream = torch.npu.ExternalEvent(), torch.npu.current_stream()
+    event.record(stream)
+    event.record(stream)
+    torch.npu.synchronize()
+    assert trace.matching("HAZARD lost wake-up")
+    event.reset(stream)
+    torch.npu.synchronize()
+
+
+def test_a_flag_that_nobody_sets_is_a_hang(trace: "simulator.Trace") -> None:
+    event, stream, other = torch.npu.ExternalEvent(), torch.npu.Stream(), torch.npu.Stream()
+    event.wait(stream)
+    with pytest.raises(RuntimeError, match="507046"):
+        stream.synchronize()
+    assert trace.matching("^HANG")
+    event.record(other)
+    torch.npu.synchronize()
+
+
+def test_an_event_is_waited_for_as_it_was_last_recorded(schedule: str) -> None:
+    """Recording an event again must not delay those who wait for its former record."""
+    first, second, event = torch.npu.Stream(), torch.npu.Stream(), torch.npu.Event()
+    blocker = torch.npu.ExternalEvent()
+    out = torch.zeros(1).npu()
+    torch.npu.synchronize()
+    event.record(first)
+    second.wait_event(event)
+    with torch.npu.stream(second):
+        out.fill_(1)
+    blocker.wait(first)
+    event.record(first)
+    second.synchronize()
+    blocker.record(second)
+    torch.npu.synchronize()
+    assert out.item() == 1
+
+
+def test_host_reads_and_synchronisation_invalidate_a_capture() -> None:
+    x = torch.ones(4).npu()
+    for body in (lambda: x.cpu(), lambda: x[0].item(), torch.npu.synchronize):
+        stream = torch.npu.current_stream()
+        with pytest.raises(RuntimeError, match="507903"):
+            captured(body)
+        torch.npu.set_stream(stream)
+    assert captured(lambda: x.add_(1)) is not None
+
+
+def test_faults_hit_the_call_that_was_named() -> None:
+    simulator.arm("aclrtCreateEventExWithFlag:2;aclrtCreateEventWithFlag:2")
+    events = [torch.npu.Event() for _ in range(2)]
+    events[0].record()
+    with pytest.raises(RuntimeError, match="207007"):
+        events[1].record()
+        torch.npu.current_stream().npu_stream  # noqa: B018
+    simulator.arm()
+    torch_npu.npu.restart_device(0)
+
+
+def test_streams_are_limited() -> None:
+    program = """
+        import torch, os
+        x = torch.ones(4, device="npu")
+        torch.npu.Stream()
+        graphs = []
+        try:
+            for _ in range(9):
+                graphs.append(torch.npu.NPUGraph())
+                with torch.npu.graph(graphs[-1]):
+                    x.add_(1)
+        except RuntimeError as error:
+            print(len(graphs), "207008" in str(error.__context__) + str(error))
+        os._exit(0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**__import__("os").environ, "CANN_SIM_STREAMS": "39"},
+    )  # fmt: skip
+    count, named = done.stdout.split()
+    assert 1 < int(count) < 9, done.stdout + done.stderr
+    assert named == "True"
+
+
+def test_memory_is_limited() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2**40, device="npu")
+
+
+def test_an_update_behind_the_replay_is_a_hazard(trace: "simulator.Trace") -> None:
+    rows = torch.randn(8, 2, 64).npu()
+    out, lse = torch.empty_like(rows), torch.empty(1).npu()
+    fixed = dict(
+        query=rows, key=rows, value=rows, input_layout="TND", num_heads=2, num_key_value_heads=2,
+        scale=0.1, out=[out, lse],
+    )  # fmt: skip
+    whole = dict(actual_seq_lengths=[8], actual_seq_lengths_kv=[8])
+    shape = {key: value for key, value in fixed.items() if key != "out"}
+    work = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**shape, **whole)
+    operator = torch.ops.npu.npu_fused_infer_attention_score.out
+    handles, blocker = [], torch.npu.ExternalEvent()
+
+    def body() -> None:
+        stream = torch.npu.current_stream()
+        torch.npu.graph_task_group_begin(stream)
+        operator(workspace=work, **fixed, **whole)
+        handles.append(torch.npu.graph_task_group_end(stream))
+        blocker.wait(stream)
+        blocker.reset(stream)
+
+    graph, update = captured(body), torch.npu.Stream()
+    graph.replay()
+    torch.npu.graph_task_update_begin(update, handles[0])
+    with torch.npu.stream(update):
+        operator(workspace=work, **fixed, **whole)
+    torch.npu.graph_task_update_end(update)
+    blocker.record(update)
+    torch.npu.synchronize()
+    assert trace.matching("HAZARD update of group")
