@@ -168,7 +168,9 @@ class EncoderGraphExecutor:
         self._misses: dict[tuple[str, str], int] = {}
         self._served: list[_Served] = []
         self.refusal = (
-            "no platform" if platform is None else engine_refusal(vllm_config, model, _is_first_stage())
+            "no platform"
+            if platform is None
+            else engine_refusal(vllm_config, model, _is_first_stage())
         )
         if self.refusal is None and platform is not None:
             self._serve(model, platform, device, dtype)
@@ -197,10 +199,14 @@ class EncoderGraphExecutor:
                 "max_tokens": most_tokens(self.settings, self._vllm_config),
             }
         )
+        # vLLM's budgets are for vision; audio graphs have sizes of their own.
+        budgets = towers.settings_of(self._vllm_config).token_budgets
+        audio = settings.model_copy(update={"token_budgets": budgets})
         peers, group = _ranks(self._vllm_config)
         for encoder in found:
+            own = audio if encoder.modalities == ("audio",) else settings
             try:
-                self._served.append(_Served(encoder, platform, settings, peers, group))
+                self._served.append(_Served(encoder, platform, own, peers, group))
             except (GraphhalError, SettingsError) as error:
                 log.warning("graphhal: %s runs eagerly: %s", encoder.name, error)
 
@@ -268,9 +274,14 @@ class EncoderGraphExecutor:
         return None
 
     def _count(self, mm_kwargs: Mapping[str, Any], reason: str) -> None:
-        modality = next((name for name in ("image", "video", "audio") if any(
-            key.startswith((name, f"{name}s", f"input_{name}")) for key in mm_kwargs
-        )), "unknown")
+        modality = next(
+            (
+                name
+                for name in ("image", "video", "audio")
+                if any(key.startswith((name, f"{name}s", f"input_{name}")) for key in mm_kwargs)
+            ),
+            "unknown",
+        )
         key = (modality, reason)
         self._misses[key] = self._misses.get(key, 0) + _count_items(mm_kwargs)
 
@@ -289,7 +300,8 @@ class EncoderGraphExecutor:
         In-place updates need no call. After a reload that rebinds tensors, requests notice by
         themselves; this only makes it happen earlier.
         """
-        return all([graphs.check_weights() for graphs in self._graphs()])
+        checked = [graphs.check_weights() for graphs in self._graphs()]
+        return all(checked)
 
     def get_cumulative_stats(self) -> dict[str, Any]:
         """What vLLM's manager reports, and graphhal's counters beside it."""
@@ -352,7 +364,9 @@ class EncoderGraphExecutor:
             yield from served.graphs.values()
 
     def _budgets(self) -> list[int]:
-        return sorted({capacity.tokens for graphs in self._graphs() for capacity in graphs.ladder()})
+        return sorted(
+            {capacity.tokens for graphs in self._graphs() for capacity in graphs.ladder()}
+        )
 
 
 def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:

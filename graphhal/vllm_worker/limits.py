@@ -96,7 +96,9 @@ def limits_of(settings: Settings, vllm_config: Any, model: Any) -> Limits:
         low = min(low, high)
     else:
         low, high = settings.token_budgets[0], settings.token_budgets[-1]
-    return Limits(settings.token_budgets, low, high, settings.max_items, frames_of(settings, vllm_config))
+    return Limits(
+        settings.token_budgets, low, high, settings.max_items, frames_of(settings, vllm_config)
+    )
 
 
 def most_tokens(settings: Settings, vllm_config: Any) -> int:

@@ -182,5 +182,3 @@ def capture_all(model: Any, encoders: Sequence[EncoderGraphs]) -> None:
         profile.estimate / 2**20,
         100 * (taken - profile.estimate) / max(taken, 1),
     )
-
-

@@ -145,7 +145,9 @@ class Reporter:
         for reason, count in dropped.items():
             names = [name for name, why in stats["dropped"] if why == reason]
             shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-            log.warning("graphhal: %s: %d graphs dropped (%s): %s", self.model, count, shown, reason)
+            log.warning(
+                "graphhal: %s: %d graphs dropped (%s): %s", self.model, count, shown, reason
+            )
         self._write(stats)
 
     def due(self) -> bool:
@@ -181,7 +183,8 @@ def line(stats: Mapping[str, Any]) -> str:
         hits = stats["hits"].get(modality, 0)
         reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items())
         parts.append(
-            f"{modality} {hits} hits, {sum(misses.values())} misses" + (f" ({reasons})" if reasons else "")
+            f"{modality} {hits} hits, {sum(misses.values())} misses"
+            + (f" ({reasons})" if reasons else "")
         )
     tokens = ", ".join(f"≤{edge}: {count}" for edge, count in stats["item_tokens"].items())
     parts.append(f"padding {stats['padding_waste']:.1%}")

@@ -84,7 +84,7 @@ class Dialect:
         return dict(values)
 
     def scatters_only(self, model: Any) -> bool:
-        """Whether a model's items are consecutive rows of its output, as the protocol's default is."""
+        """Whether a model's items are consecutive rows of its output: the protocol's default."""
         from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 
         own = getattr(type(model), "postprocess_encoder_output", None)
@@ -103,13 +103,22 @@ class Dialect:
         first = next(iter(inspect.signature(model.postprocess_encoder_output).parameters))
         if first == "outputs":
             model.postprocess_encoder_output(
-                dict(outputs), indices, list(tokens), found,
-                clone=False, batch_mm_kwargs=dict(mm_kwargs),
+                dict(outputs),
+                indices,
+                list(tokens),
+                found,
+                clone=False,
+                batch_mm_kwargs=dict(mm_kwargs),
             )
         else:
             whole = outputs.get("default", outputs.get("global"))
             model.postprocess_encoder_output(
-                whole, indices, list(tokens), found,
-                clone=False, batch_mm_kwargs=dict(mm_kwargs), local_output=outputs.get("local"),
+                whole,
+                indices,
+                list(tokens),
+                found,
+                clone=False,
+                batch_mm_kwargs=dict(mm_kwargs),
+                local_output=outputs.get("local"),
             )
         return [found[index] for index in indices]

@@ -129,7 +129,7 @@ class ProtocolAdapter(EncoderAdapter):
             return items
         modality = self.model.get_input_modality(mm_kwargs)
         axes = self._axes_of(mm_kwargs)
-        specs = []
+        specs: list[ItemSpec] = []
         for position, spec in enumerate(self.model.get_encoder_cudagraph_item_specs(mm_kwargs)):
             tokens = self.dialect.path_tokens(spec, self.path_name)
             if tokens:
@@ -156,7 +156,7 @@ class ProtocolAdapter(EncoderAdapter):
 
     def path(self, item: ItemSpec) -> str:
         """The model's path, and the capture axes that the group resolved to."""
-        axes: tuple[Hashable, ...] = item.signature[2]  # type: ignore[index]
+        axes = _axes_of(item)
         if len(self._axes) == 1:
             return self.path_name
         if axes not in self._axes:
@@ -165,7 +165,7 @@ class ProtocolAdapter(EncoderAdapter):
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Groups whose capture axes were never captured."""
-        axes: tuple[Hashable, ...] = items[0].signature[2]  # type: ignore[index]
+        axes = _axes_of(items[0])
         return None if axes in self._axes else f"capture axes {axes} were not captured"
 
     def budgets(self) -> tuple[int, ...]:
@@ -189,7 +189,9 @@ class ProtocolAdapter(EncoderAdapter):
         many = len(self._axes) > 1
         return tuple(
             Capacity(
-                GraphKey(self.name, f"{self.path_name}/{number}" if many else self.path_name, budget),
+                GraphKey(
+                    self.name, f"{self.path_name}/{number}" if many else self.path_name, budget
+                ),
                 rows=budget,
                 tokens=budget,
                 items=self.limits.items_for(budget),
@@ -205,8 +207,14 @@ class ProtocolAdapter(EncoderAdapter):
         """The model's own capture inputs for a budget."""
         items = self.limits.items_for(budget)
         return self.dialect.capture_inputs(
-            self.model, budget, items, self.limits.frames_for(budget), self.device, self.dtype,
-            path, axes,
+            self.model,
+            budget,
+            items,
+            self.limits.frames_for(budget),
+            self.device,
+            self.dtype,
+            path,
+            axes,
         )
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
@@ -304,12 +312,11 @@ class ProtocolAdapter(EncoderAdapter):
 
     def _own_inputs(self, items: Sequence[ItemSpec]) -> dict[str, torch.Tensor | None]:
         """The model's own dummy inputs for an example's only item, seeded by the model."""
-        budget, _, axes = items[0].signature  # type: ignore[misc]
-        return self.model_inputs(int(budget), axes, self.path_name)
+        return self.model_inputs(items[0].tokens, _axes_of(items[0]), self.path_name)
 
     def _subset(self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]) -> Mapping[str, Any]:
         """The kwargs of these items: all of them as they came, or the model's selection."""
-        positions = [item.signature[1] for item in items]  # type: ignore[index]
+        positions = [_position_of(item) for item in items]
         count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
         if positions == list(range(count)) and len(self._axes) == 1:
             return mm_kwargs
@@ -317,7 +324,7 @@ class ProtocolAdapter(EncoderAdapter):
             # The buffers of one of several paths hold all items of the batch.
             positions = list(range(count))
         subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
-        expected = items[0].signature[2]  # type: ignore[index]
+        expected = _axes_of(items[0])
         if axes != expected and len(self._axes) > 1:
             raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
         return subset
@@ -333,7 +340,7 @@ class ProtocolAdapter(EncoderAdapter):
                 raise RefusedError(f"{name} is baked at capture and cannot be replaced")
             if bool((value > constant).any()):
                 raise RefusedError(
-                    f"{name} is {value.tolist()}, above the {constant.tolist()} that is baked at capture"
+                    f"{name} is {value.tolist()}, above the {constant.tolist()} baked at capture"
                 )
 
     def eager_inputs(
@@ -371,8 +378,9 @@ class ProtocolAdapter(EncoderAdapter):
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
         """Pictures of a grid, where the model takes such; else the model's own dummy inputs."""
-        if self._grids() is not None and all(i.signature[2] != "dummy" for i in items):  # type: ignore[index]
-            return self._grids().request(items, seed, self.device)  # type: ignore[union-attr]
+        grids = self._grids()
+        if grids is not None:
+            return grids.request(items, seed, self.device)
         return {CAPTURE_INPUTS: tuple(items)}
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
@@ -429,15 +437,13 @@ class _GridRequests:
             request = candidate.request((item,), 0, adapter.device)
             specs = adapter.model.get_encoder_cudagraph_item_specs(request)
             modality = adapter.model.get_input_modality(request)
-        except Exception:  # noqa: BLE001  (the model's code; any failure means: not of this kind)
+        except Exception:  # the model's own code: whatever it raises, it takes no such request
             log.debug("%s takes no image grids", adapter.name, exc_info=True)
             return cls(1, 0, torch.float32, False)
         right = modality == "image" and [spec.output_tokens for spec in specs] == [budget]
         return candidate if right else cls(1, 0, torch.float32, False)
 
-    def request(
-        self, items: Sequence[ItemSpec], seed: int, device: torch.device
-    ) -> dict[str, Any]:
+    def request(self, items: Sequence[ItemSpec], seed: int, device: torch.device) -> dict[str, Any]:
         generator = torch.Generator(device=device).manual_seed(seed)
         grids = [self._grid(item.tokens) for item in items]
         rows = sum(h * w for _, h, w in grids)
@@ -451,6 +457,18 @@ class _GridRequests:
         """The squarest picture of this many tokens."""
         side = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
         return [1, side * self.merge, tokens // side * self.merge]
+
+
+def _axes_of(item: ItemSpec) -> tuple[Hashable, ...]:
+    signature: Any = item.signature
+    axes: tuple[Hashable, ...] = signature[2]
+    return axes
+
+
+def _position_of(item: ItemSpec) -> int:
+    """Place of an item in its request; items of one path alone are numbered from 0."""
+    signature: Any = item.signature
+    return int(signature[1])
 
 
 def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:

@@ -104,7 +104,7 @@ class VllmQwenVision(Qwen3OmniVision):
         """Pictures with more places on a side than the rotary table has rows."""
         known = len(self.tower.rotary_pos_emb.cos_sin_cache)
         for item in items:
-            _, h, w = item.signature  # type: ignore[misc]
+            h, w = _frame(item)
             if max(h, w) > known:
                 return f"{h} x {w} patches are more than the rotary table's {known}"
         return None
@@ -152,7 +152,7 @@ class VllmQwenVision(Qwen3OmniVision):
         if self._request is None:
             raise AdapterError(f"{self.name}: an eager forward needs a request")
         (_, items), self._request = self._request, None
-        grid = [[item.frames, *item.signature[1:]] for item in items]  # type: ignore[index]
+        grid = [[item.frames, *_frame(item)] for item in items]
         output: torch.Tensor = self.tower(
             pixels, grid if self.takes_metadata else torch.tensor(grid)
         )
@@ -172,7 +172,7 @@ class VllmQwenVision(Qwen3OmniVision):
             return None
         table = self.tower.pos_embed.weight
         weights = weights.to(self.dtype)
-        total = table.index_select(0, indices[:, 0]) * weights[:, :1]
+        total: torch.Tensor = table.index_select(0, indices[:, 0]) * weights[:, :1]
         for tap in range(1, indices.shape[1]):
             total = total + table.index_select(0, indices[:, tap]) * weights[:, tap : tap + 1]
         return total
@@ -190,7 +190,7 @@ class VllmQwenVision(Qwen3OmniVision):
         if positions is not None:
             hidden = hidden + positions
         hidden = hidden.unsqueeze(1)
-        levels = []
+        levels: list[torch.Tensor] = []
         wanted = tower.deepstack_visual_indexes or []
         for number, block in enumerate(tower.blocks):
             hidden = block(
@@ -254,7 +254,7 @@ class VllmQwen25Vision(VllmQwenVision):
         """`position_ids` (rows, 2) in the order of windows; `window_index` and its inverse."""
         positions, order, first = [], [], 0
         for item in items:
-            _, h, w = item.signature  # type: ignore[misc]
+            h, w = _frame(item)
             places, index, _ = self._frame_metadata(h, w)
             for _ in range(item.frames):
                 positions.append(places)
@@ -343,7 +343,7 @@ class VllmQwenAudio(Qwen3OmniAudio):
     ) -> dict[str, torch.Tensor]:
         """A mark for `forward` to run the tower's own eager code on these clips."""
         features, _ = self._features(mm_kwargs)
-        lengths = [item.signature[0] for item in items]  # type: ignore[index]
+        lengths = [_frames(item) for item in items]
         parts = [
             features[:, item.row_offset : item.row_offset + length]
             for item, length in zip(items, lengths, strict=True)
@@ -360,7 +360,7 @@ class VllmQwenAudio(Qwen3OmniAudio):
             return self._eager_forward(inputs[EAGER])
         tower = self.tower
         embedded = inputs["padded_feature"].unsqueeze(1)
-        parts = embedded.split(tower.conv_chunksize)
+        parts = torch.split(embedded, tower.conv_chunksize)
         convolved = [self._convolved(part) for part in parts]
         embedded = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
         count, channels, bands, places = embedded.shape
@@ -385,15 +385,25 @@ class VllmQwenAudio(Qwen3OmniAudio):
         if self._request is None:
             raise AdapterError(f"{self.name}: an eager forward needs a request")
         (_, items), self._request = self._request, None
-        lengths = torch.tensor([i.signature[0] for i in items], device=self.device)  # type: ignore[index]
+        lengths = torch.tensor([_frames(item) for item in items], device=self.device)
         tokens = torch.tensor([item.tokens for item in items], device=self.device)
         output: torch.Tensor = self.tower(features, feature_lens=lengths, aftercnn_lens=tokens)
         return output
+
+
+def _frame(item: ItemSpec) -> tuple[int, int]:
+    """Height and width of an item's frames, in patches."""
+    signature: Any = item.signature
+    return signature[1], signature[2]
+
+
+def _frames(item: ItemSpec) -> int:
+    """Mel frames of a clip."""
+    signature: Any = item.signature
+    return int(signature[0])
 
 
 def _after_convolutions(frames: int) -> int:
     for _ in range(3):
         frames = (frames + 1) // 2
     return frames
-
-

@@ -54,7 +54,7 @@ def enabled_modalities(names: tuple[str, ...], vllm_config: Any) -> tuple[str, .
 
 
 def misnamed(names: tuple[str, ...]) -> str | None:
-    """A modality that no runner of vLLM asks for: every group of it would run eagerly in silence."""
+    """A modality that no runner asks for: every group of it would run eagerly in silence."""
     for name in names:
         if name not in KNOWN_MODALITIES:
             return (

@@ -66,7 +66,7 @@ QWEN3_OMNI = (
 
 ALL = (*MANAGER, *PROTOCOL, *SHARDS, *QWEN3_VL, *QWEN2_5_VL, *QWEN3_OMNI)
 
-_MARKS = {
+_MARKS: dict[object, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",
     inspect.Parameter.VAR_KEYWORD: "**",
 }

@@ -28,7 +28,10 @@ _OMNI = "vllm_omni.model_executor.models"
 OPT_IN: Mapping[str, tuple[tuple[str, str], ...]] = {
     "qwen3_omni": (
         (f"{_VLLM}.qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"),
-        (f"{_OMNI}.qwen3_omni.qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        (
+            f"{_OMNI}.qwen3_omni.qwen3_omni_moe_thinker",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+        ),
         (f"{_OMNI}.qwen3_omni.qwen3_omni", "Qwen3OmniMoeForConditionalGeneration"),
     ),
     "covo_audio": (
@@ -152,15 +155,18 @@ def _protocol_encoder(
         return dialect.postprocess(model, outputs, tokens, mm_kwargs)
 
     plain = len(paths) == 1 and dialect.scatters_only(model)
-    return Encoder(
-        type(model).__name__, modalities, adapters, combine=None if plain else combine
-    )
+    return Encoder(type(model).__name__, modalities, adapters, combine=None if plain else combine)
 
 
 def _own_vision(model: Any, modalities: tuple[str, ...]) -> EncoderAdapter | None:
     """graphhal's own adapter of a model's tower, where model and tower are ones that were read."""
     candidates: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-        ("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3_VisionTransformer", touched.QWEN3_VL),
+        (
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3_VisionTransformer",
+            touched.QWEN3_VL,
+        ),
         (
             "qwen2_5_vl",
             "Qwen2_5_VLForConditionalGeneration",
@@ -196,9 +202,7 @@ def _same_encoding(model_class: type, reference: type) -> bool:
     return all(getattr(model_class, s, None) is getattr(reference, s, None) for s in steps)
 
 
-def _wrap_vision(
-    tower: torch.nn.Module, modalities: tuple[str, ...], name: str
-) -> EncoderAdapter | None:
+def _wrap_vision(tower: Any, modalities: tuple[str, ...], name: str) -> EncoderAdapter | None:
     try:
         from graphhal.vllm_worker.qwen_towers import (
             PACKED_BACKENDS,
@@ -233,9 +237,7 @@ def _opted_in(model: Any) -> str | None:
     return None
 
 
-def _opt_in_encoders(
-    name: str, model: Any, vllm_config: Any, settings: Settings
-) -> list[Encoder]:
+def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings) -> list[Encoder]:
     if name == "covo_audio":
         return _covo_encoders(model, vllm_config)
     inner = model
@@ -264,12 +266,12 @@ def _opt_in_encoders(
 
 
 def _covo_encoders(model: Any, vllm_config: Any) -> list[Encoder]:
-    from graphhal.vllm_worker.covo_tower import VllmCovoAudio
-
-    inner = getattr(model, "fused_thinker_talker", model)
-    if inner is None or not hasattr(inner, "audio_adapter"):
-        return []
+    stage = getattr(model, "fused_thinker_talker", model)
+    if not hasattr(stage, "audio_adapter"):
+        return []  # another stage of the pipeline: it encodes nothing
     if not enabled_modalities(("audio",), vllm_config):
         return []
-    adapter = VllmCovoAudio(inner.encoder, inner.audio_adapter)
+    from graphhal.adapters.covo_audio import CovoAudio
+
+    adapter = CovoAudio(stage)
     return [Encoder(adapter.name, ("audio",), {"default": adapter}, raises=True)]
