@@ -14,13 +14,19 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import graphhal
-from graphhal.bench import measure
+from graphhal.bench import measure, workload
 from graphhal.cli.app import app
 from graphhal.runner import EncoderGraphs
 
 SMALL = ["--platform", "cpu", "--set", "token_budgets=16,32", "--set", "audio_chunks=1-2"]
 QUICK = [*SMALL, "--set", "self_check=quick", "--repeat", "3"]
+NAN = float("nan")
 VISION, AUDIO = "qwen3_omni_vision", "qwen3_omni_audio"
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SECONDS_PER_INPUT", 0.0)
 
 
 def run(*arguments: object) -> Result:
@@ -34,7 +40,7 @@ def output_json(result: Result) -> Any:
 
 @pytest.fixture
 def photograph(tmp_path: Path) -> Path:
-    path = tmp_path / "a <i>photo&.png"
+    path = tmp_path / "a <i>$[b]$&.png"
     noise = np.random.default_rng(0).integers(0, 255, (96, 128, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
     return path
@@ -85,7 +91,7 @@ def test_bench_encodes_a_picture_and_reports_parity_time_and_memory(photograph: 
     assert document["agrees"]
     (tower,) = document["towers"]
     alone, group = tower["inputs"]
-    assert alone["label"] == "a <i>photo& 128×96"
+    assert alone["label"] == "a <i>$[b]$& 128×96"
     assert alone["tokens"] == 12
     assert alone["served"] == "hit"
     assert alone["replays"] == {"qwen3_omni_vision/image[16]": 1}
@@ -126,21 +132,37 @@ def test_bench_prints_tables_and_writes_a_report(
     files = ["--image", photograph, "--audio", clip]
     result = run("bench", *QUICK, *towers, *files, "--report", report)
     assert result.exit_code == 0, result.output
+    assert "a <i>$[b]$& 128×96" in result.stdout
     for shown in ("speed-up", "parity", "graphs captured in", VISION, AUDIO, f"report: {report}"):
         assert shown in result.stdout
     page = report.read_text()
-    assert "a &lt;i&gt;photo&amp;.png" in page
+    assert "a &lt;i&gt;$[b]$&amp;.png" in page
     assert "<i>" not in page
     assert page.count("data:image/jpeg;base64,") == 1
     assert page.count("data:image/svg+xml;base64,") == 1 + 2 * 4
     for source in re.findall(r'(?:src|href)="([^"]*)"', page):
         assert source.startswith("data:")
+    assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in page
     assert not re.search(r"<script|<link|@import|url\(|https?:", page)
     for chart in re.findall(r"svg\+xml;base64,([^\"]*)", page):
         drawn = base64.b64decode(chart).decode()
         assert drawn.startswith("<svg")
         assert not re.search(r"<(image|script|!DOCTYPE)", drawn)
         assert not re.search(r'xlink:href="[^#]', drawn)
+
+
+def test_bench_under_a_limit_runs_eagerly_and_lists_what_was_dropped(
+    clip: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.html"
+    options = ["--tower", AUDIO, "--audio", clip, "--set", "memory_limit=1", "--report", report]
+    result = run("bench", *QUICK, *options)
+    assert result.exit_code == 0, result.output
+    assert "miss: no graph is captured" in result.stdout
+    assert "dropped qwen3_omni_audio/audio[2]: memory_limit" in result.stdout
+    page = report.read_text()
+    assert "Dropped graphs" in page
+    assert "<code>qwen3_omni_audio/audio[2]</code> memory_limit" in page
 
 
 @pytest.mark.parametrize("policy", ["single", "packed"])
@@ -156,18 +178,21 @@ def test_bench_fails_where_graph_and_eager_disagree(
     photograph: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = EncoderGraphs.run
-    monkeypatch.setattr(EncoderGraphs, "run", lambda self, kw: [o + 0.1 for o in right(self, kw)])
-    result = run("bench", *QUICK, "--tower", VISION, "--image", photograph)
+    monkeypatch.setattr(EncoderGraphs, "run", lambda self, kw: [o * NAN for o in right(self, kw)])
+    result = run("bench", *QUICK, "--tower", VISION, "--image", photograph, "--json")
     assert result.exit_code == 1
     assert "graph and eager disagree" in result.stderr
+    document = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert document["towers"][0]["inputs"][0]["difference"]["relative_l2"] is None
 
 
-def test_a_slow_input_is_repeated_less_often(
-    photograph: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_input_is_repeated_less_often(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SECONDS_PER_INPUT", 1000.0)
+    options = [*SMALL, "--set", "self_check=quick", "--tower", AUDIO, "--audio", clip, "--json"]
+    document = output_json(run("bench", "--repeat", 5, *options))
+    assert document["towers"][0]["inputs"][0]["eager"]["repeats"] == 5
     monkeypatch.setattr(measure, "SECONDS_PER_INPUT", 0.0)
-    options = ["--tower", VISION, "--image", photograph, "--json"]
-    document = output_json(run("bench", *SMALL, "--repeat", 50, *options))
+    document = output_json(run("bench", "--repeat", 5, *options))
     assert document["towers"][0]["inputs"][0]["eager"]["repeats"] == measure.FEWEST_REPEATS
 
 
@@ -315,6 +340,30 @@ def test_a_missing_trace_is_told(tmp_path: Path) -> None:
     result = run("plan", "--platform", "cpu", "--trace", tmp_path / "none.json")
     assert result.exit_code == 1
     assert "cannot be read: No such file" in result.stderr
+
+
+def test_a_trace_that_is_too_large_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "LARGEST_TRACE_BYTES", 10)
+    trace = tmp_path / "trace.json"
+    trace.write_text('{"schema": 1, "groups": []}')
+    result = run("plan", "--platform", "cpu", "--trace", trace)
+    assert result.exit_code == 1
+    assert "is larger than" in result.stderr
+
+
+@pytest.mark.parametrize(("package", "told"), [("transformers", True), ("our_own_typo", False)])
+def test_an_extra_that_is_not_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, package: str, told: bool
+) -> None:
+    def missing(*_: object) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=f"{package}.models")
+
+    monkeypatch.setattr("graphhal.cli.towers.find_adapters", missing)
+    result = run("check", *SMALL)
+    assert result.exit_code == 1
+    needs = f"error: the package {package} is not installed; this command needs graphhal[bench]"
+    assert (needs in result.stderr) == told
+    assert isinstance(result.exception, SystemExit if told else ModuleNotFoundError)
 
 
 def test_a_bug_is_not_hidden_behind_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

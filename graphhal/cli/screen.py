@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -36,8 +37,18 @@ def fail(message: str, status: int = 1) -> typer.Exit:
 
 
 def print_json(data: Any) -> None:
-    """The one document that `--json` writes to standard output."""
-    typer.echo(json.dumps(data, indent=2, sort_keys=True, allow_nan=True, default=str))
+    """The one document that `--json` writes to standard output; not a number becomes null."""
+    typer.echo(json.dumps(_without_nan(data), indent=2, sort_keys=True, allow_nan=False))
+
+
+def _without_nan(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _without_nan(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_nan(value) for value in data]
+    return data
 
 
 def print_table(
