@@ -56,7 +56,7 @@ def test_budgets_are_one_and_two_clips(adapter):
     assert [c.rows for c in adapter.capacities(Settings(max_items=1))] == [1]
 
 
-@pytest.mark.parametrize("counts", [[188], [1], [188, 188], [5, 100, 188], [0, 7], [0]])
+@pytest.mark.parametrize("counts", [[188], [5, 100, 188], [0, 7], [0]])
 def test_eager_is_the_stage_and_every_clip_is_trimmed(adapter, encode, counts):
     request = request_of(adapter, counts)
     (ours,) = encode(adapter, request)
@@ -64,7 +64,7 @@ def test_eager_is_the_stage_and_every_clip_is_trimmed(adapter, encode, counts):
     torch.testing.assert_close(ours, ordinary_output(adapter, request), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("counts", [[188], [1], [188, 188], [100, 3], [0, 7]])
+@pytest.mark.parametrize("counts", [[1], [100, 188]])
 def test_padded_graphs_equal_eager(adapter, encode, counts):
     request = request_of(adapter, counts)
     two = adapter.capacities(Settings())[1]
