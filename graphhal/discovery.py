@@ -3,8 +3,8 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import entry_points
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 PLATFORM_GROUP = "graphhal.platforms"
 ADAPTER_GROUP = "graphhal.adapters"
 OWN_DISTRIBUTION = "graphhal"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _DEVICE_HOOKS = ("capture", "replay", "update_boundaries", "profile_memory", "release", "step")
 
 
@@ -124,10 +125,7 @@ def bind(plugin: Any, info: PlatformInfo, name: str = "plugin") -> Platform:
         PluginError: a hook is misspelt, missing, or takes an argument its spec does not have.
     """
     verify(plugin, name)
-    bound: dict[str, Any] = {
-        hook: _bound(plugin, f"graphhal_{hook}", name) for hook in _DEVICE_HOOKS
-    }
-    return Platform(info=info, **bound)
+    return Platform(info=info, **_bind_hooks(plugin, name))
 
 
 def verify(plugin: Any, name: str) -> None:
@@ -144,9 +142,15 @@ def verify(plugin: Any, name: str) -> None:
                 f"plugin {name!r}: {attribute} is no hook of graphhal. Hooks: "
                 f"{', '.join(sorted(known))}"
             )
-        if not _is_marked(plugin, attribute):
+        options = getattr(getattr(plugin, attribute), f"{PROJECT}_impl", None)
+        if options is None:
             raise PluginError(
                 f"plugin {name!r}: hook {attribute} is not marked; put @graphhal.hookimpl above it"
+            )
+        if options["wrapper"] or options["hookwrapper"]:
+            raise PluginError(
+                f"plugin {name!r}: hook {attribute} is a wrapper; graphhal calls one "
+                "implementation and nothing around it"
             )
     if not offered:
         raise PluginError(f"plugin {name!r} implements no hook of graphhal")
@@ -164,13 +168,12 @@ def _manager() -> pluggy.PluginManager:
     return manager
 
 
-def _is_marked(plugin: Any, attribute: str) -> bool:
-    return getattr(getattr(plugin, attribute), f"{PROJECT}_impl", None) is not None
-
-
 def _load(group: str, settings: Settings) -> Iterator[FoundPlugin]:
-    """Every plugin of a group, loaded where it may be and follows the contract."""
-    points = sorted(entry_points(group=group), key=lambda point: point.name.strip())
+    """Every plugin of a group, loaded where it may be and follows the contract.
+
+    Of several that are called alike, graphhal's own is the one; else the first on the path.
+    """
+    points = sorted(entry_points(group=group), key=lambda p: (p.name.strip(), not _is_own(p)))
     everywhere = {
         point.name.strip()
         for g in (PLATFORM_GROUP, ADAPTER_GROUP)
@@ -192,11 +195,17 @@ def _load(group: str, settings: Settings) -> Iterator[FoundPlugin]:
         try:
             plugin = point.load()
             verify(plugin, name)
-        except Exception as error:  # noqa: BLE001  (a third party's code: report it, go on)
+            if group == PLATFORM_GROUP:
+                _bind_hooks(plugin, name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a third party's code: report it)
             log.warning("plugin %s (%s %s) is skipped: %s", name, *origin, error)
             yield FoundPlugin(name, *origin, f"{type(error).__name__}: {error}")
             continue
         yield FoundPlugin(name, *origin, "loaded", plugin)
+
+
+def _is_own(point: EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == OWN_DISTRIBUTION
 
 
 def _refusal(name: str, distribution: str, settings: Settings) -> str | None:
@@ -226,20 +235,20 @@ def _report_unknown_names(settings: Settings, names: set[str]) -> None:
 def _probe(found: FoundPlugin) -> FoundPlugin:
     if found.plugin is None:
         return found
-    probe = getattr(found.plugin, "graphhal_probe", None)
     status: Any
-    if probe is None:
-        status = "it has no graphhal_probe hook, which every platform needs"
-    else:
-        try:
-            status = probe()
-        except Exception as error:  # a third party's code: report it and go on
-            log.warning("probing plugin %s failed", found.name, exc_info=True)
-            status = Unavailable(f"its probe failed with {type(error).__name__}: {error}")
-    if not isinstance(status, PlatformInfo | Unavailable | str):
+    try:
+        status = found.plugin.graphhal_probe()
+    except (Exception, SystemExit) as error:  # a third party's code: report it and go on
+        log.warning("probing plugin %s failed", found.name, exc_info=True)
+        status = Unavailable(f"its probe failed with {type(error).__name__}: {error}")
+    if isinstance(status, PlatformInfo) and status.name != found.name:
+        status = f"it calls itself {status.name!r}; an entry point carries the platform's name"
+    elif not isinstance(status, PlatformInfo | Unavailable):
         status = f"graphhal_probe returned {status!r}, not a PlatformInfo or Unavailable"
-    plugin = found.plugin if not isinstance(status, str) else None
-    return FoundPlugin(found.name, found.distribution, found.version, status, plugin)
+    if isinstance(status, str):
+        log.warning("plugin %s is skipped: %s", found.name, status)
+        return replace(found, status=status, plugin=None)
+    return replace(found, status=status)
 
 
 def _choose(found: Sequence[FoundPlugin], wanted: str | None) -> FoundPlugin:
@@ -257,7 +266,10 @@ def _choose(found: Sequence[FoundPlugin], wanted: str | None) -> FoundPlugin:
         raise NoPlatformError(
             _tried(found, f"{names} can all serve this process; exactly one must.")
         )
-    if len(usable) == 1 and not _accelerator_present(found):
+    if len(usable) > 1:
+        names = " and ".join(plugin.name for plugin in usable)
+        raise NoPlatformError(_tried(found, f"{names} are all reference platforms; name one."))
+    if usable and not _accelerator_present(found):
         return usable[0]
     raise NoPlatformError(_tried(found, "0 platforms can serve this process; exactly one must."))
 
@@ -291,13 +303,28 @@ def _bind(found: FoundPlugin) -> Platform:
     return bind(found.plugin, _info(found), found.name)
 
 
+def _bind_hooks(plugin: Any, name: str) -> dict[str, Any]:
+    """The implementations of a platform's hooks, by their name in `Platform`."""
+    if not hasattr(plugin, "graphhal_probe"):
+        raise PluginError(f"plugin {name!r} lacks the hook graphhal_probe, which a platform needs")
+    return {hook: _bound(plugin, f"graphhal_{hook}", name) for hook in _DEVICE_HOOKS}
+
+
 def _bound(plugin: Any, hook: str, name: str) -> Callable[..., Any]:
-    """The plugin's implementation of a hook, taking all of the spec's arguments."""
+    """The plugin's implementation of a hook, taking all of the spec's arguments by position."""
     implementation = getattr(plugin, hook, None)
     if implementation is None:
         raise PluginError(f"plugin {name!r} lacks the hook {hook}, which a platform needs")
     asked = list(inspect.signature(getattr(hookspecs, hook)).parameters)
-    taken = list(inspect.signature(implementation).parameters)
+    signature = inspect.signature(implementation)
+    parameters = signature.parameters.values()
+    taken = [parameter.name for parameter in parameters if parameter.name in asked]
+    first = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+    if first[: len(taken)] != taken:
+        raise PluginError(
+            f"plugin {name!r}: hook {hook} takes {signature}; arguments of "
+            f"the hook, {', '.join(taken)}, come first and by position"
+        )
     if taken == asked:
         return implementation  # type: ignore[no-any-return]
     positions = [asked.index(argument) for argument in taken]
