@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch_npu import npu
 import torch_npu
+from torch_npu import npu
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import BoundariesError, HostReadError, UnsupportedOperationError
@@ -112,7 +112,8 @@ def attention(
             f"{name or 'cu_seqlens'} covers {bounds.rows} rows, attention has {query.shape[0]}; "
             "every row, padding included, needs a sequence"
         )
-    dim, padded = query.shape[2], _padded_dim(max(query.shape[2], value.shape[2]))
+    width = value.shape[2]
+    padded = _padded_dim(max(query.shape[2], width))
     tensors = [
         torch.nn.functional.pad(tensor, (0, padded - tensor.shape[2])).contiguous()
         for tensor in (query, key, value)
@@ -120,12 +121,13 @@ def attention(
     operator = _operator()
     arguments = operator.arguments(tensors[0], tensors[1], tensors[2], scale)
     ends = bounds.actual_seq_lengths
+    out: torch.Tensor
     if serving is None or serving.tasks is None or name is None:
         out = operator.operator(**arguments, **operator.ends(ends))[0]
     else:
         out, task = _captured(operator, arguments, ends, serving.workspaces, name)
         serving.tasks.append(task)
-    return out if padded == dim else out[..., : value.shape[2]]
+    return out if padded == width else out[..., :width]
 
 
 def _captured(

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch_npu import npu
 import torch_npu
+from torch_npu import npu
 
 from graphhal.npu.task_update import Lane
 

@@ -31,7 +31,7 @@ from graphhal.npu.acl_errors import (
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, put_back
 from graphhal.npu.memory import settled_bytes
-from graphhal.npu.step_scope import StepOnLane
+from graphhal.npu.step_scope import StepInOuterCapture, StepOnLane
 from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, StepKind, StepScope
 
@@ -71,7 +71,7 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
     with serve(Serving(request.inputs, request.boundaries)):
         for _ in range(request.warmups):
             request.forward()
-    _settle(lane, f"{what}: warm-up")
+    lane.settle(f"{what}: warm-up")
     before = settled_bytes(lane.index)
     gc.collect()  # a graph that dies during capture would end it
     graph = npu.NPUGraph()
@@ -88,21 +88,13 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
         raise
     try:
         graph.capture_end()
-        _settle(lane, what)
+        lane.settle(what)
     except BaseException:
         _discard(graph)
         raise
     updates = TaskUpdates(lane, serving.tasks or ())
     added = max(0, settled_bytes(lane.index) - before)
     return CapturedGraph(request, Recording(graph, lane, updates), graph.pool(), added)
-
-
-def _settle(lane: Lane, what: str) -> None:
-    """Wait, not for ever, until the replay stream is done, and hear of every failed launch."""
-    done = npu.Event()
-    done.record(lane.replay)
-    wait_for(done, what)
-    lane.replay.synchronize()
 
 
 def _discard(graph: Any) -> None:
@@ -171,14 +163,15 @@ def step(
     inputs: Mapping[str, torch.Tensor],
     boundaries: Mapping[str, Boundaries],
 ) -> AbstractContextManager[StepScope] | None:
-    """Scope of one replay or eager call; None where an outer capture runs.
+    """Scope of one replay or eager call; None for a replay within an outer capture.
 
     In a replay's scope every failure of the runtime becomes a `ReplayError`, once the process can
     compute again.
     """
-    if npu.is_current_stream_capturing():
-        return None
     serving = Serving(inputs, boundaries)
+    if npu.is_current_stream_capturing():
+        outer = torch.device("npu", npu.current_device())
+        return None if kind == "replay" else StepInOuterCapture(outer, serving)
     if kind == "replay" and graph is not None:
         return StepOnLane(_recording(graph).lane, f"{graph.key}: replay", serving)
     return StepOnLane(lane_of(torch.device("npu")), None, serving)

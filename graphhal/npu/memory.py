@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch_npu import npu
 
 from graphhal.errors import CaptureError, ResourceExhaustedError
 from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile
-
 
 log = logging.getLogger(__name__)
 

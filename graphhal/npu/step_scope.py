@@ -56,3 +56,27 @@ class StepOnLane:
         """Uninitialised memory of the caller's stream, outside every pool."""
         with npu.stream(self._caller):
             return torch.empty(tuple(shape), dtype=dtype, device=f"npu:{self._lane.index}")
+
+
+class StepInOuterCapture:
+    """An eager call that somebody else's capture records: on the current stream, as it is."""
+
+    def __init__(self, device: torch.device, serving: Serving) -> None:
+        self._device = device
+        self._serve = serve(serving)
+
+    def __enter__(self) -> "StepInOuterCapture":
+        self._serve.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._serve.__exit__(kind, error, trace)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of the capture that runs."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)

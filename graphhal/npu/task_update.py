@@ -11,7 +11,8 @@
 
 - A task that is rewritten after the replay passed it takes effect one replay late. So the replay
   waits for its update too. That also makes an update that failed half-way harmless: the next one
-  rewrites every task before anything runs.
+  rewrites every task before anything runs, and sets the flags that are not set yet. (It cannot
+  clear the others: outside a capture, resetting an external event does nothing.)
 - An operator that raises leaves the update open on its stream, and the runtime then refuses every
   other update of the process (107033). So lengths are checked before an update begins, and an
   update that fails is closed.
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch_npu import npu
 
+from graphhal.npu.acl_errors import wait_for
 from graphhal.npu.attention import AttentionTask
 
 TASK_UPDATE = threading.RLock()
@@ -62,6 +64,17 @@ class Lane:
         self.handed_back.record(self.replay)
         caller.wait_event(self.handed_back)
 
+    def settle(self, what: str) -> None:
+        """Wait, not for ever, until the replay stream is done, and hear of every failed launch.
+
+        Raises:
+            CaptureError: the device does not get there.
+        """
+        done = npu.Event()
+        done.record(self.replay)
+        wait_for(done, what)
+        self.replay.synchronize()
+
 
 @cache
 def _lane(index: int) -> Lane:
@@ -89,7 +102,7 @@ class TaskUpdates:
         self._ready = npu.Event()
         self._done = npu.Event()
         self._replayed = False
-        self._half_way = False
+        self._flags_set: set[int] = set()  # by updates that no replay has followed yet
 
     def queue(self, ends: Mapping[str, list[int]]) -> None:
         """Queue one rewrite of every task; the replay stream waits for it on the device.
@@ -101,13 +114,11 @@ class TaskUpdates:
         with TASK_UPDATE, npu.stream(stream):
             if self._replayed:
                 stream.wait_event(self._done)
-            if self.armed or self._half_way:  # flags are set that no replay will clear
-                for task in self.tasks:
-                    task.flag.reset(stream)
-            self._half_way = True
-            for task in self.tasks:
+            for number, task in enumerate(self.tasks):
                 self._rewrite(task, ends[task.boundary_set])
-            self._half_way = False
+                if number not in self._flags_set:
+                    task.flag.record(stream)
+                    self._flags_set.add(number)
             self._ready.record(stream)
             self._lane.replay.wait_event(self._ready)
         self.armed = True
@@ -122,12 +133,12 @@ class TaskUpdates:
                 npu.graph_task_update_end(stream)
             raise
         npu.graph_task_update_end(stream)
-        task.flag.record(stream)
 
     def replayed(self) -> None:
         """A replay was queued: the next update waits for it."""
         self._done.record(self._lane.replay)
         self._replayed = True
+        self._flags_set.clear()
         self.armed = False
 
     def last_replay(self) -> Any:

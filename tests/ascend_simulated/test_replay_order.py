@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from graphhal.errors import ReplayError
 from graphhal.platform import HostUpdate, Platform
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
-from tests.toy_encoder import images
+from tests.toy_encoder import images as images_on_host
 
 BLOCKS = 2
 """Attention layers of the toy encoder: one full, one windowed."""
+
+
+def images(*tokens: int) -> dict[str, Any]:
+    """Images whose pixels are on the device, as a host hands them over."""
+    request = images_on_host(*tokens)
+    return {**request, "pixels": request["pixels"].npu()}
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +34,17 @@ def tower(platform: Platform) -> Twins:
 
 def one_replay(tower: Twins, trace: "simulator.Trace", *tokens: int) -> list[str]:
     """The runtime's lines from the start of a request until the device finished it."""
-    torch.npu.synchronize()
     hits = tower.graphs.stats()["hits"]
+    request = images(*tokens)
+    torch.npu.synchronize()
     simulator.mark("begin")
-    outputs = tower.graphs.run(images(*tokens))
+    outputs = tower.graphs.run(request)
     torch.npu.current_stream().npu_stream  # noqa: B018  (flushes torch_npu's queue)
     simulator.mark("end")
     assert tower.graphs.stats()["hits"] != hits
     torch.npu.synchronize()
     simulator.mark("finished")
-    assert_equal(outputs, tower.expected(images(*tokens)), torch.float32)
+    assert_equal(outputs, tower.expected(images_on_host(*tokens)), torch.float32)
     return trace.between("begin", "finished")
 
 
@@ -103,8 +111,9 @@ def test_500_replays_back_to_back_without_a_host_wait(
     tower: Twins, trace: "simulator.Trace", schedule: str
 ) -> None:
     chooser = random.Random(11)
-    requests = [images(*chooser.choices(range(1, 7), k=chooser.randint(1, 4))) for _ in range(20)]
-    expected = [tower.expected(request) for request in requests]
+    sizes = [chooser.choices(range(1, 7), k=chooser.randint(1, 4)) for _ in range(20)]
+    requests = [images(*tokens) for tokens in sizes]
+    expected = [tower.expected(images_on_host(*tokens)) for tokens in sizes]
     torch.npu.synchronize()
     simulator.mark("begin")
     outputs = [tower.graphs.run(requests[number % 20]) for number in range(500)]
@@ -168,8 +177,8 @@ def test_a_second_update_before_the_replay_costs_nothing(
     platform = tower.graphs.platform
     with platform.step("replay", graph, graph.request.inputs, update.boundaries):
         platform.update_boundaries(graph, update)
-    request = images(2)
-    assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+    outputs = tower.graphs.run(images(2))
+    assert_equal(outputs, tower.expected(images_on_host(2)), torch.float32)
     assert trace.hazards() == []
 
 

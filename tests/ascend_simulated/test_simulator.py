@@ -23,8 +23,13 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "multiply, divide": lambda x, y, i: x * y / (y + 1),
     "floor divide, remainder": lambda x, y, i: (i * 7) // 2 + (i * 7) % 3,
     "power": lambda x, y, i: y**2 + x**3,
-    "unary": lambda x, y, i: x.exp() + x.sin() + x.cos() + x.tanh() + y.sqrt() + y.rsqrt() - x.abs(),
-    "activations": lambda x, y, i: F.gelu(x) + F.silu(x) + F.relu(x) + F.gelu(x, approximate="tanh"),
+    "unary": lambda x, y, i: x.exp() + x.sin() + x.cos() + x.tanh() - x.abs() + y.sqrt(),
+    "reciprocals": lambda x, y, i: y.rsqrt() + y.reciprocal() + x.erf() + x.sigmoid(),
+    "activations": lambda x, y, i: F.gelu(x) + F.silu(x) + F.relu(x),
+    "approximate gelu": lambda x, y, i: F.gelu(x, approximate="tanh"),
+    "attention": lambda x, y, i: F.scaled_dot_product_attention(
+        x.reshape(1, 2, 2, 6), y.reshape(1, 2, 2, 6), (x * y).reshape(1, 2, 2, 6)
+    ),
     "softmax": lambda x, y, i: x.softmax(-1),
     "clamp": lambda x, y, i: x.clamp(-1, 1) + x.clamp(min=0) + x.clamp(max=0),
     "comparison": lambda x, y, i: ((x > 0) & (y < 2) | (x == y)).float() + (x >= y).float(),
@@ -88,15 +93,13 @@ def test_fused_attention_attends_within_sequences(
             F.scaled_dot_product_attention(q, k, v, scale=0.25, enable_gqa=True).transpose(0, 1)
         )
     tolerance = 1e-6 if dtype is torch.float32 else 1e-2
-    torch.testing.assert_close(
-        out.cpu().float(), torch.cat(parts), rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(out.cpu().float(), torch.cat(parts), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("ends", [[], [3, 7], [5, 3, 8]])
 def test_fused_attention_refuses_ends_that_do_not_cover_the_rows(ends: list[int]) -> None:
     rows = torch.randn(8, 2, 16).npu()
-    with pytest.raises(RuntimeError, match="actual_seq_length"):
+    with pytest.raises(RuntimeError, match="actual_seq_length"):  # noqa: PT012  (where it shows)
         torch_npu.npu_fused_infer_attention_score(
             rows, rows, rows, input_layout="TND", num_heads=2, num_key_value_heads=2, scale=1.0,
             actual_seq_lengths=ends, actual_seq_lengths_kv=ends,
@@ -202,7 +205,7 @@ def test_faults_hit_the_call_that_was_named() -> None:
     simulator.arm("aclrtCreateEventExWithFlag:2;aclrtCreateEventWithFlag:2")
     events = [torch.npu.Event() for _ in range(2)]
     events[0].record()
-    with pytest.raises(RuntimeError, match="207007"):
+    with pytest.raises(RuntimeError, match="207007"):  # noqa: PT012  (where it shows)
         events[1].record()
         torch.npu.current_stream().npu_stream  # noqa: B018
     simulator.arm()
@@ -242,11 +245,11 @@ def test_memory_is_limited() -> None:
 def test_an_update_behind_the_replay_is_a_hazard(trace: "simulator.Trace") -> None:
     rows = torch.randn(8, 2, 64).npu()
     out, lse = torch.empty_like(rows), torch.empty(1).npu()
-    fixed = dict(
-        query=rows, key=rows, value=rows, input_layout="TND", num_heads=2, num_key_value_heads=2,
-        scale=0.1, out=[out, lse],
-    )  # fmt: skip
-    whole = dict(actual_seq_lengths=[8], actual_seq_lengths_kv=[8])
+    fixed = {
+        "query": rows, "key": rows, "value": rows, "input_layout": "TND", "num_heads": 2,
+        "num_key_value_heads": 2, "scale": 0.1, "out": [out, lse],
+    }  # fmt: skip
+    whole = {"actual_seq_lengths": [8], "actual_seq_lengths_kv": [8]}
     shape = {key: value for key, value in fixed.items() if key != "out"}
     work = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**shape, **whole)
     operator = torch.ops.npu.npu_fused_infer_attention_score.out
