@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from graphhal.npu.acl_errors import (
 )
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, put_back
-from graphhal.npu.memory import settled_bytes
+from graphhal.npu.memory import poison, settled_bytes
 from graphhal.npu.step_scope import StepInOuterCapture, StepOnLane
 from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, StepKind, StepScope
@@ -94,7 +95,8 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
         raise
     updates = TaskUpdates(lane, serving.tasks or ())
     added = max(0, settled_bytes(lane.index) - before)
-    return CapturedGraph(request, Recording(graph, lane, updates), graph.pool(), added)
+    fill = partial(poison, lane.index, graph.pool(), lane.replay)
+    return CapturedGraph(request, Recording(graph, lane, updates), graph.pool(), added, fill)
 
 
 def _discard(graph: Any) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch_npu
 from torch_npu import npu
 
 from graphhal.errors import CaptureError, ResourceExhaustedError
@@ -23,6 +25,35 @@ def settled_bytes(index: int) -> int:
     npu.empty_cache()
     free, total = npu.mem_get_info(index)
     return int(total - free)
+
+
+def poison(index: int, pool: Any, stream: Any) -> None:
+    """Fill the free memory of a graph pool with 0xFF bytes: NaN in every floating-point type."""
+    with npu.device(index), npu.stream(stream):
+        torch_npu._C._npu_beginAllocateCurrentThreadToPool(index, pool)
+        try:
+            held = [
+                torch.full((size,), 0xFF, dtype=torch.uint8, device=f"npu:{index}")
+                for size in _free_sizes(index, pool)
+            ]
+            held.clear()
+        finally:
+            torch_npu._C._npu_endAllocateToPool(index, pool)
+            torch_npu._C._npu_releasePool(index, pool)
+
+
+def _free_sizes(index: int, pool: Any) -> list[int]:
+    """Bytes of every free block of a pool, largest first."""
+    return sorted(
+        (
+            int(block["size"])
+            for segment in npu.memory_snapshot(mempool_id=pool)
+            if segment["device"] == index
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ),
+        reverse=True,
+    )
 
 
 def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:

@@ -9,7 +9,7 @@ from torch_npu import npu
 
 from graphhal.npu.acl_errors import is_runtime_error, recover, replay_error
 from graphhal.npu.attention import Serving, serve
-from graphhal.npu.task_update import Lane
+from graphhal.npu.task_update import TASK_UPDATE, Lane
 
 
 class StepOnLane:
@@ -24,6 +24,7 @@ class StepOnLane:
     def __enter__(self) -> "StepOnLane":
         lane = self._lane
         with ExitStack() as entered:
+            entered.enter_context(TASK_UPDATE)
             entered.enter_context(npu.device(lane.index))
             self._caller = npu.current_stream()
             lane.hand_in(self._caller)

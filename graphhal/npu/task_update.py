@@ -18,7 +18,8 @@
   update that fails is closed.
 - Streams come from a pool of 32 that hands them out in turn. Two are taken once and kept: a new one
   per replay would sooner or later be somebody else's, the capture stream's included.
-- Two threads that update in one process disturb each other: one lock for all updates and captures.
+- Two threads that update in one process disturb each other, and so do two that queue work on one
+  stream while one of them captures it: one lock for all captures, steps and updates.
 """
 
 import threading
@@ -34,7 +35,7 @@ from graphhal.npu.acl_errors import wait_for
 from graphhal.npu.attention import AttentionTask
 
 TASK_UPDATE = threading.RLock()
-"""Held around every capture and every update of this process; hold it around foreign ones too."""
+"""Held around every capture, step and update of this process; hold it around foreign updates."""
 
 
 class Lane:

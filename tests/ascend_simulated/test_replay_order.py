@@ -2,6 +2,8 @@
 
 import random
 import re
+import sys
+import threading
 from collections import Counter
 from typing import Any
 
@@ -187,3 +189,39 @@ def test_a_tower_works_after_every_order_test(tower: Twins) -> None:
     for _ in range(10):
         request = random_request(tower.graphs.adapter, chooser)
         assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+
+
+def test_threads_that_encode_at_once_do_not_disturb_each_other(
+    platform: Platform, trace: "simulator.Trace"
+) -> None:
+    towers = [twins("toy", platform) for _ in range(2)]
+    for tower in towers:
+        assert not tower.graphs.capture().dropped
+    sizes = [(2,), (1, 3), (5, 6), (4,)]
+    failures: list[BaseException] = []
+
+    def encode(tower: Twins) -> None:
+        try:
+            with torch.npu.stream(torch.npu.Stream()):
+                for number in range(40):
+                    tokens = sizes[number % len(sizes)]
+                    outputs = tower.graphs.run(images(*tokens))
+                    assert_equal(outputs, tower.expected(images_on_host(*tokens)), torch.float32)
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=encode, args=(tower,)) for tower in towers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    for tower in towers:
+        assert tower.graphs.stats()["misses"] == {}, tower.graphs.stats()
+        tower.graphs.clear()
+    assert trace.hazards() == []

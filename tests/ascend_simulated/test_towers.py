@@ -1,5 +1,6 @@
 """Every tower, graph against CPU: random groups, interleaved towers, retained outputs."""
 
+import ctypes
 import os
 import random
 from typing import Any
@@ -140,4 +141,33 @@ def test_a_profile_keeps_nothing_and_foretells_the_capture(platform: Platform) -
     assert profile.settled_bytes >= sum(profile.per_graph.values()) > 0
     assert set(profile.per_graph) == set(tower.graphs.keys())
     assert report.num_bytes <= profile.settled_bytes + profile.transient_bytes
+    tower.graphs.clear()
+
+
+def test_poison_reaches_the_memory_that_replays_leave_free(platform: Platform) -> None:
+    """A row that a kernel leaves unwritten must show as NaN in the self-check."""
+    tower = twins("toy", platform)
+    tower.graphs.capture()
+    entry = next(iter(tower.graphs._graphs.entries.values()))
+    pool = entry.graph.pool
+    free = sum(
+        block["size"]
+        for segment in torch.npu.memory_snapshot(mempool_id=pool)
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    )
+    assert free > 0
+    addresses = [
+        block["address"]
+        for segment in torch.npu.memory_snapshot(mempool_id=pool)
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+    for address in addresses:
+        ctypes.memset(address, 0, 64)
+    entry.graph.poison()
+    torch.npu.synchronize()
+    assert all(ctypes.string_at(address, 64) == b"\xff" * 64 for address in addresses)
+    request = random_request(tower.graphs.adapter, random.Random(14))
+    assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
     tower.graphs.clear()
