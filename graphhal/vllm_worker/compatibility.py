@@ -79,7 +79,10 @@ def problem(names: Iterable[str]) -> str | None:
     if wrong is not None:
         return wrong
     changed = drifts(names)
-    return None if not changed else "; ".join(map(str, changed))
+    if not changed:
+        return None
+    more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
+    return "; ".join(map(str, changed[:2])) + more
 
 
 def _spelling(name: str) -> str:

@@ -19,7 +19,7 @@ from graphhal.vllm_worker import compatibility, touched
 from graphhal.vllm_worker.limits import Limits, limits_of
 from graphhal.vllm_worker.protocol import Dialect
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
-from graphhal.vllm_worker.refusals import enabled_modalities, misnamed
+from graphhal.vllm_worker.refusals import KNOWN_MODALITIES, enabled_modalities, misnamed
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ def encoders_of(
     wrong = misnamed(tuple(config.modalities))
     if wrong is not None:
         log.warning("graphhal: %s: %s", type(model).__name__, wrong)
-    modalities = enabled_modalities(tuple(config.modalities), vllm_config)
+    known = tuple(name for name in config.modalities if name in KNOWN_MODALITIES)
+    modalities = enabled_modalities(known, vllm_config)
     if not modalities:
         return []
     limits = limits_of(settings, vllm_config, model)

@@ -30,6 +30,14 @@ def python(code: str, **environment: str) -> str:
     return found.stdout
 
 
+def fake_vllm(root: Path) -> None:
+    folder = root / "vllm" / "v1" / "worker"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").touch()
+    (folder / "encoder_cudagraph.py").write_text("class EncoderCudaGraphManager: pass\n")
+
+
 def test_registering_imports_neither_torch_nor_vllm() -> None:
     out = python(
         "import sys\n"
@@ -43,9 +51,7 @@ def test_registering_imports_neither_torch_nor_vllm() -> None:
 
 def test_a_watched_module_looks_untouched(tmp_path: Path) -> None:
     """Loader and spec are the module's own afterwards, and an import error stays one."""
-    folder = tmp_path / "vllm" / "v1" / "worker"
-    folder.mkdir(parents=True)
-    (folder / "encoder_cudagraph.py").write_text("class EncoderCudaGraphManager: pass\n")
+    fake_vllm(tmp_path)
     code = (
         "import sys\n"
         "from graphhal.vllm_worker import plugin\n"
@@ -65,9 +71,7 @@ def test_a_watched_module_looks_untouched(tmp_path: Path) -> None:
 def test_nothing_is_replaced_where_the_configuration_in_sight_says_off(
     tmp_path: Path, flag: str, visible: str
 ) -> None:
-    folder = tmp_path / "vllm" / "v1" / "worker"
-    folder.mkdir(parents=True)
-    (folder / "encoder_cudagraph.py").write_text("class EncoderCudaGraphManager: pass\n")
+    fake_vllm(tmp_path)
     code = (
         "import types\n"
         "from graphhal.vllm_worker import plugin\n"
@@ -86,7 +90,9 @@ def test_nothing_is_replaced_where_the_configuration_in_sight_says_off(
 @pytest.mark.vllm
 def test_a_spawned_worker_loads_the_entry_point() -> None:
     """`WorkerWrapperBase.init_worker` of a spawned process, as vLLM's executors start it."""
-    code = PRELUDE + """
+    code = (
+        PRELUDE
+        + """
 import multiprocessing
 
 def worker(queue):
@@ -106,6 +112,7 @@ if __name__ == "__main__":
     print(queue.get(timeout=200))
     process.join()
 """
+    )
     script = HERE / "spawned_worker_probe.py"
     script.write_text(code)
     try:
@@ -131,7 +138,9 @@ if __name__ == "__main__":
 @pytest.mark.vllm
 def test_without_the_flag_vllm_is_as_it_was() -> None:
     """Every attribute of the modules that graphhal touches, before and after registering."""
-    code = PRELUDE + """
+    code = (
+        PRELUDE
+        + """
 import logging
 records = []
 class Keep(logging.Handler):
@@ -159,6 +168,7 @@ print([n for n in sys.modules if n.startswith("graphhal.") and n not in (
     "graphhal.vllm_worker", "graphhal.vllm_worker.plugin", "graphhal.vllm_worker.touched")])
 print(max([r.levelno for r in records if r.name.startswith("graphhal")], default=0) <= logging.DEBUG)
 """
+    )
     lines = python(code).strip().splitlines()
     assert lines[-4] == "True False vllm.v1.worker.encoder_cudagraph"
     assert lines[-3:] == ["0", "[]", "True"]

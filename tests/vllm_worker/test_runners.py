@@ -10,9 +10,7 @@ pytestmark = pytest.mark.vllm
 
 def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     assert [part.shape for part in ours] == [part.shape for part in theirs]
-    return max(
-        float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)
-    )
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
 
 
 def groups_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -101,9 +99,7 @@ def test_pre_computed_embeddings_are_never_replayed(engine: Any) -> None:
     assert manager.stats()["misses"] == {"image": {"pre-computed embeddings": 1}}
 
 
-def test_a_wrong_modality_name_is_said_aloud(
-    engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_modality_name_is_said_aloud(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     import vllm_on_cpu as on_cpu
 
     model = on_cpu.qwen3_vl(engine)

@@ -54,7 +54,9 @@ def test_a_drifted_signature_is_named_with_both_spellings(monkeypatch: pytest.Mo
     assert compatibility.drifts([name]) == []
     stand_in(monkeypatch, lambda self, graph_pool, stream: None)
     (drift,) = compatibility.drifts([name])
-    assert str(drift) == f"{name} was expected as (self, graph_pool), found (self, graph_pool, stream)"
+    assert (
+        str(drift) == f"{name} was expected as (self, graph_pool), found (self, graph_pool, stream)"
+    )
 
 
 def test_a_vanished_name_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:

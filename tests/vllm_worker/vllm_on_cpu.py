@@ -71,14 +71,16 @@ def filled(module: Any, seed: int = 0) -> Any:
 def log_of(name: str, caplog: Any) -> Iterator[None]:
     """Lets `caplog` see a logger that hangs below vLLM's, which does not propagate."""
     logger = logging.getLogger(name)
-    level = logger.level
+    level, propagates = logger.level, logger.propagate
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(caplog.handler)
         logger.setLevel(level)
+        logger.propagate = propagates
 
 
 @contextlib.contextmanager
@@ -112,7 +114,9 @@ def qwen3_vl(config: Any, dtype: torch.dtype = torch.float32) -> Any:
         depth=3, num_position_embeddings=64, deepstack_visual_indexes=[0, 1], **VISION
     )
     with default_dtype(dtype):
-        return _light(Qwen3VLForConditionalGeneration, filled(Qwen3_VisionTransformer(vision)), config)
+        return _light(
+            Qwen3VLForConditionalGeneration, filled(Qwen3_VisionTransformer(vision)), config
+        )
 
 
 def qwen2_5_vl(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -269,14 +273,22 @@ def run_v1(
     return outputs
 
 
-def run_v2(model: Any, manager: Any, groups: list[tuple[str, dict[str, Any]]]) -> list[torch.Tensor]:
+def run_v2(
+    model: Any, manager: Any, groups: list[tuple[str, dict[str, Any]]]
+) -> list[torch.Tensor]:
     """`execute_mm_encoder` of a constructed V2 `EncoderRunner`."""
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
     items = [(modality, item) for modality, group in groups for item in as_items(modality, group)]
     runner = EncoderRunner(
-        model, 32, 144, EncoderCache(), torch.float32, torch.device("cpu"), cudagraph_manager=manager
+        model,
+        32,
+        144,
+        EncoderCache(),
+        torch.float32,
+        torch.device("cpu"),
+        cudagraph_manager=manager,
     )
     outputs: list[torch.Tensor] = runner.execute_mm_encoder(items)
     return outputs
