@@ -43,12 +43,14 @@ class EncoderAdapter(ABC):
         modalities: what `ItemSpec.modality` can be.
         device: where inputs and weights live.
         dtype: of the outputs.
+        collectives: whether the forward runs collectives over ranks (tensor-parallel weights).
     """
 
     name: str
     modalities: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
+    collectives: bool = False
 
     def prepare(self, platform: Platform) -> None:  # noqa: B027  (optional)
         """Called once before any forward; take the platform's attention here."""

@@ -73,5 +73,5 @@ class DataParallelEncoder:
         padded = own.new_zeros((rows, own.shape[1]))
         padded[: len(own)] = own
         gathered = own.new_empty((self._size, rows, own.shape[1]))
-        dist.all_gather_into_tensor(gathered.view(-1, own.shape[1]), padded, group=self._group)
+        dist.all_gather(list(gathered), padded, group=self._group)
         return gathered

@@ -252,10 +252,16 @@ class EncoderGraphs:
             self._plan_with_graphs()
 
     def _capture(self, ladder: Sequence[Capacity], progress: Progress | None) -> None:
-        try:
-            output = self._first_output(ladder)
-        except CaptureError as error:
-            self.report.dropped = [Dropped(capacity.key, str(error)) for capacity in ladder]
+        output, problem = None, self._no_collectives()
+        if problem is None:
+            try:
+                output = self._first_output(ladder)
+            except CaptureError as error:
+                problem = str(error)
+            problem = self.peers.first_problem("first output", problem)
+        if output is None or problem is not None:
+            reason = str(problem)
+            self.report.dropped = [Dropped(capacity.key, reason) for capacity in ladder]
             return
         # After the first forward: it may have made what it keeps between calls.
         self._watch = WeightWatch(self.adapter.modules())
@@ -266,6 +272,13 @@ class EncoderGraphs:
         self._check()
         if self.settings.policy is Policy.MEASURED:
             self._measure()
+
+    def _no_collectives(self) -> str | None:
+        """Why a tower that is spread over ranks must run eagerly as a whole, or None."""
+        info = self.platform.info
+        if not self.adapter.collectives or "collectives" in info.capabilities:
+            return None
+        return f"platform {info.name} cannot capture collectives, and this tower runs some"
 
     def _run(
         self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...], group: _Group
