@@ -328,8 +328,7 @@ def _bound(plugin: Any, hook: str, name: str) -> Callable[..., Any]:
     if taken == asked:
         return implementation  # type: ignore[no-any-return]
     positions = [asked.index(argument) for argument in taken]
-
-    def fewer(*arguments: Any) -> Any:
-        return implementation(*(arguments[position] for position in positions))
-
-    return fewer
+    if len(positions) == 1:  # the usual case, kept cheap
+        (only,) = positions
+        return lambda *arguments: implementation(arguments[only])
+    return lambda *arguments: implementation(*[arguments[position] for position in positions])
