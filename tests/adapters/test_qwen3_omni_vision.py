@@ -252,6 +252,18 @@ def test_a_group_is_staged_in_one_copy_and_the_tail_zeroed(tower, monkeypatch):
     assert not target[32:].any()
 
 
+def test_items_that_are_not_neighbours_are_staged_in_the_given_order(tower):
+    adapter, _ = tower
+    request = request_of(adapter, images=[[1, 4, 4], [1, 2, 6], [1, 2, 2]])
+    items = adapter.item_specs(request)
+    pixels = request["pixel_values"]
+    for chosen in ((items[0], items[2]), (items[2], items[0])):
+        target = torch.full((20, adapter.patch_width), torch.nan)
+        adapter.stage(request, chosen, {"pixel_values": target})
+        own = [pixels[i.row_offset : i.row_offset + i.rows] for i in chosen]
+        assert torch.equal(target, torch.cat(own))
+
+
 def test_a_mixed_group_stages_each_items_own_pixels(tower, encode):
     adapter, ordinary = tower
     images, videos = [[1, 4, 4], [1, 2, 6]], [[2, 2, 4], [3, 4, 2]]
