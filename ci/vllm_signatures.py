@@ -22,6 +22,7 @@ TARGET = ROOT / "graphhal" / "vllm_worker" / "signatures.json"
 
 
 def source_of(place: Path, name: str) -> str | None:
+    """Text of a file of a wheel or of an unpacked one; None where it is not there."""
     if place.is_dir():
         path = place / name
         return path.read_text() if path.exists() else None
@@ -47,11 +48,13 @@ def spelled_function(node: ast.FunctionDef) -> str:
 
 
 def spelled_class(node: ast.ClassDef) -> str:
+    """Names of a class's annotated fields."""
     names = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign)]  # type: ignore[union-attr]
     return "fields: " + ", ".join(names)
 
 
 def lookup(tree: ast.Module, qualname: str) -> str | None:
+    """Spelling of a function or class of a module; None where it is not there."""
     scope: list[ast.stmt] = tree.body
     found: ast.stmt | None = None
     for part in qualname.split("."):
@@ -72,6 +75,7 @@ def lookup(tree: ast.Module, qualname: str) -> str | None:
 
 
 def read(place: Path) -> dict[str, str]:
+    """Spelling by name of all that graphhal touches in one release."""
     trees: dict[str, ast.Module | None] = {}
     table = {}
     for name in ALL:
@@ -86,6 +90,7 @@ def read(place: Path) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Command line."""
     if not arguments:
         print(__doc__)
         return 2
