@@ -56,15 +56,17 @@ def _attend(subject: Subject, scale: float, strided: bool, unused_rows: int, wha
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     cu_seqlens = torch.from_numpy(ends.cu_seqlens.copy()).to(subject.device)
     inputs: dict[str, torch.Tensor] = {FULL: cu_seqlens}
-    with subject.step("eager", None, inputs, {FULL: ends}), torch.no_grad():
+    with subject.step("eager", None, inputs, {FULL: ends}) as scope, torch.no_grad():
         mixed = subject.info.attention(query, key, value, cu_seqlens, ends.max_seqlen, scale)
-    if mixed.shape != (rows, HEADS, HEAD_DIM):
+        owned = scope.empty(mixed.shape, mixed.dtype)
+        owned.copy_(mixed)
+    if owned.shape != (rows, HEADS, HEAD_DIM):
         raise CheckFailure(
-            f"attention returned shape {tuple(mixed.shape)}", f"({rows}, {HEADS}, {HEAD_DIM})"
+            f"attention returned shape {tuple(owned.shape)}", f"({rows}, {HEADS}, {HEAD_DIM})"
         )
     query, key, value = fused[: ends.rows].double().unbind(1)
     subject.expect_close(
-        mixed[: ends.rows].reshape(ends.rows, -1),
+        owned[: ends.rows].reshape(ends.rows, -1),
         reference_attention(query, key, value, lengths, scale).reshape(ends.rows, -1),
         f"attention {what}",
         "softmax(scale · query · key) · value within each sequence",

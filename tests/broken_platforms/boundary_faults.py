@@ -32,6 +32,7 @@ class SkipsTheBoundaryUpdate(TapePlatform):
 
 @caught_by(
     *(OTHER_ENDS - {"boundaries_persist_as_claimed", "an_eager_call_leaves_boundaries_alone"}),
+    "a_step_that_fails_leaves_no_debt",
     "the_packed_block_arrives_whole",
     "the_engine_serves_by_replay",
 )

@@ -1,0 +1,1 @@
+"""A graphhal platform over `torch.accelerator.Graph`."""

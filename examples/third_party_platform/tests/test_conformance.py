@@ -1,0 +1,2 @@
+def test_conformance(graphhal_check):
+    graphhal_check()
