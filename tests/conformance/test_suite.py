@@ -12,6 +12,7 @@ from graphhal.testing import CHECKS, Subject, checks, open_subject, run
 from graphhal.testing.__main__ import main
 from tests.broken_platforms.memory_faults import IgnoresThePool
 from tests.broken_platforms.tape_platform import TapePlatform
+from tests.conformance.checks_page import PAGE, page
 
 TAPE = "tests.broken_platforms.tape_platform:TapePlatform"
 FAULT = "tests.broken_platforms.memory_faults:IgnoresThePool"
@@ -109,3 +110,7 @@ def test_the_command_speaks_json(capsys):
     assert {entry["check"] for entry in json.loads(capsys.readouterr().out)} == set(CHECKS)
     assert main(["--platform", "nosuch", "--json"]) == 2
     assert "nosuch" in json.loads(capsys.readouterr().out)["unavailable"]
+
+
+def test_the_page_of_checks_is_what_the_code_says():
+    assert PAGE.read_text() == page(), "run: python -m tests.conformance.checks_page"
