@@ -71,4 +71,22 @@ __attribute__((used)) int aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize(VER
   return 0;
 }
 
+// What PyTorch's scaled_dot_product_attention becomes; the mask is true where nothing is attended.
+__attribute__((used)) int aclnnFlashAttentionScoreGetWorkspaceSize(
+    T q, T k, T v, T, T, T, T mask, const aclIntArray *, double scale, double, int64_t, int64_t, int64_t, char *layout,
+    int64_t, int64_t, T maximum, T sum, T, T out, uint64_t *workspace, aclOpExecutor **executor) {
+  *workspace = 0;
+  *executor = nullptr;
+  if (std::string(layout) != "BNSD") return 0;
+  OnlyKernels guard;
+  auto run = [=](auto query, auto key, auto value, auto masked, auto max_out, auto sum_out, auto target) {
+    at::Tensor scores = at::matmul(query.to(at::kFloat), key.to(at::kFloat).transpose(-2, -1)) * scale;
+    if (masked.defined()) scores = scores.masked_fill(masked.to(at::kBool), -INFINITY);
+    put(target, at::matmul(at::softmax(scores, -1), value.to(at::kFloat)));
+    max_out.zero_();
+    sum_out.fill_(1);
+  };
+  return prepare(workspace, executor, run, q, k, v, mask, maximum, sum, out);
+}
+
 }  // extern "C"

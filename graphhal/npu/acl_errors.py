@@ -4,14 +4,11 @@ torch_npu raises plain RuntimeErrors that carry the runtime's code in their text
 another (507903, the capture is invalid) names the first as its context.
 """
 
-import logging
-import random
 import re
 from time import monotonic, sleep
 from typing import Any
 
 import torch
-from torch_npu import npu
 
 from graphhal.errors import (
     CaptureError,
@@ -22,11 +19,8 @@ from graphhal.errors import (
     UnsupportedOperationError,
 )
 
-log = logging.getLogger(__name__)
-
 WAIT_SECONDS = 60.0
 """How long the host waits for the device at start-up; the driver's own limit is half an hour."""
-ALIVE_SECONDS = 10.0
 
 _FEWER = "Capture fewer graphs: lower memory_limit, token_budgets, audio_chunks or max_tokens"
 _NO_STREAMS = f"the device is out of streams or events, which every captured graph takes. {_FEWER}"
@@ -129,38 +123,3 @@ def wait_for(event: Any, what: str, seconds: float | None = None) -> None:
             )
         sleep(pause)
         pause = min(2 * pause, 5e-3)
-
-
-def recover(device: torch.device) -> None:
-    """Bring torch_npu's task queue back to life after a failure; does nothing where it lives.
-
-    After one failed launch, torch_npu reports the error once and from then on drops every kernel
-    of the process in silence. `restart_device` ends that.
-    """
-    try:
-        npu.current_stream(device).npu_stream  # noqa: B018  (reports what is still queued)
-    except RuntimeError as error:
-        log.debug("reported after a failure: %s", error)
-    if _is_alive(device):
-        return
-    log.warning("torch_npu dropped its task queue after a failed launch; restarting the queue")
-    index = npu.current_device() if device.index is None else device.index
-    npu.restart_device(index)
-    if not _is_alive(device):
-        log.error(
-            "the Ascend device of this process computes nothing any more; restart the process, "
-            "with TASK_QUEUE_ENABLE=0 to see the first error where it happens"
-        )
-
-
-def _is_alive(device: torch.device) -> bool:
-    """Whether a kernel that is launched now is computed."""
-    expected = random.randrange(2, 2**20)  # noqa: S311  (unlikely to lie in old memory)
-    try:
-        probe = torch.full((1,), expected - 1, dtype=torch.int32, device=device).add_(1)
-        done = npu.Event()
-        done.record()
-        wait_for(done, "a kernel after a failure", ALIVE_SECONDS)
-        return bool(probe.item() == expected)
-    except (RuntimeError, CaptureError):
-        return False

@@ -1,4 +1,4 @@
-"""What a capture changes in a process, and how it is put back, also after a failure."""
+"""What captures and replays change in a process, and how it is put back, also after a failure."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,3 +40,25 @@ def capture_options() -> Iterator[None]:
         known = {name: value.decode() for name, value in former.items() if value}
         if known:
             torch_npu._C._npu_setOption(known)
+
+
+@contextmanager
+def direct_launches() -> Iterator[None]:
+    """Kernels of this block are launched by the thread that asks for them.
+
+    torch_npu launches from a queue of another thread. A launch that fails there is reported later,
+    once, to whoever comes next, and from then on every kernel of the process is dropped in silence
+    (2.13; `restart_device` may hang afterwards). Launched directly, it raises where it happens and
+    harms nothing else. What was queued before is launched first; if that fails, it raises here.
+    """
+    npu.current_stream().npu_stream  # noqa: B018  (empties the queue; the device may still work)
+    change = getattr(torch_npu._C, "_npu_set_task_queue_enable", None)
+    former = torch_npu._C._npu_get_task_queue_enable() if change is not None else 0
+    if change is None or former == 0:
+        yield
+        return
+    change(0)
+    try:
+        yield
+    finally:
+        change(former)

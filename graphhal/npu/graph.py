@@ -5,9 +5,8 @@ order. Facts about torch_npu that shape this one:
 
 - `torch.npu.graph` does not restore the current stream and the dispatch modes where ending the
   capture fails, so capture is begun and ended here; `capture_state` puts both back.
-- Kernels are launched by another thread. A launch that fails is reported later, once, and then
-  everything is dropped in silence: failures are collected at the end of a step, and the queue is
-  brought back to life before anything runs eagerly.
+- A kernel launch that fails in torch_npu's queue ends all computing of the process in silence, so
+  captures and replays launch directly (`capture_state.direct_launches`).
 """
 
 import gc
@@ -25,12 +24,11 @@ from graphhal.boundaries import Boundaries
 from graphhal.errors import CaptureError, ReplayError
 from graphhal.npu.acl_errors import (
     capture_error,
-    recover,
     replay_error,
     wait_for,
 )
 from graphhal.npu.attention import Serving, serve
-from graphhal.npu.capture_state import capture_options, put_back
+from graphhal.npu.capture_state import capture_options, direct_launches, put_back
 from graphhal.npu.memory import poison, settled_bytes
 from graphhal.npu.step_scope import StepInOuterCapture, StepOnLane
 from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
@@ -61,10 +59,9 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     with TASK_UPDATE:
         lane = lane_of(request.device)
         try:
-            with put_back(lane), capture_options(), npu.stream(lane.replay):
+            with put_back(lane), capture_options(), direct_launches(), npu.stream(lane.replay):
                 return _capture(request, lane, what)
         except Exception as error:
-            recover(request.device)
             raise capture_error(error, what) from error
 
 

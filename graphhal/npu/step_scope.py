@@ -7,8 +7,9 @@ from types import TracebackType
 import torch
 from torch_npu import npu
 
-from graphhal.npu.acl_errors import is_runtime_error, recover, replay_error
+from graphhal.npu.acl_errors import is_runtime_error, replay_error
 from graphhal.npu.attention import Serving, serve
+from graphhal.npu.capture_state import direct_launches
 from graphhal.npu.task_update import TASK_UPDATE, Lane
 
 
@@ -26,6 +27,9 @@ class StepOnLane:
         with ExitStack() as entered:
             entered.enter_context(TASK_UPDATE)
             entered.enter_context(npu.device(lane.index))
+            if self._what is not None:
+                entered.enter_context(direct_launches())
+            entered.push(self._typed)
             self._caller = npu.current_stream()
             lane.hand_in(self._caller)
             entered.callback(lane.hand_back, self._caller)
@@ -40,17 +44,16 @@ class StepOnLane:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if error is None and self._what is not None:
-                self._lane.replay.npu_stream  # noqa: B018  (hears of failed launches; no device wait)
-        except RuntimeError as late:
-            error = late
-        with ExitStack() as closing:
-            closing.push(self._exit)
-        if error is None or not is_runtime_error(error):
-            return
-        recover(self._lane.replay.device)
-        if self._what is not None:
+        self._exit.__exit__(kind, error, trace)
+
+    def _typed(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """A failure of the runtime within a replay, whichever call it hit, is a `ReplayError`."""
+        if self._what is not None and error is not None and is_runtime_error(error):
             raise replay_error(error, self._what) from error
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_npu
 
+from graphhal.npu.capture_state import direct_launches
 from tests.ascend_simulated import simulator
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
@@ -96,17 +97,22 @@ def test_fused_attention_attends_within_sequences(
     torch.testing.assert_close(out.cpu().float(), torch.cat(parts), rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture
+def launched_directly() -> Iterator[None]:
+    """Failing launches raise where they happen, and do not end all computing in this process."""
+    with direct_launches():
+        yield
+
+
+@pytest.mark.usefixtures("launched_directly")
 @pytest.mark.parametrize("ends", [[], [3, 7], [5, 3, 8]])
 def test_fused_attention_refuses_ends_that_do_not_cover_the_rows(ends: list[int]) -> None:
     rows = torch.randn(8, 2, 16).npu()
-    with pytest.raises(RuntimeError, match="actual_seq_length"):  # noqa: PT012  (where it shows)
+    with pytest.raises(RuntimeError, match="actual_seq_length"):
         torch_npu.npu_fused_infer_attention_score(
             rows, rows, rows, input_layout="TND", num_heads=2, num_key_value_heads=2, scale=1.0,
             actual_seq_lengths=ends, actual_seq_lengths_kv=ends,
         )  # fmt: skip
-        torch.npu.current_stream().npu_stream  # noqa: B018
-        torch.npu.synchronize()
-    torch_npu.npu.restart_device(0)
 
 
 def test_uninitialised_memory_is_not_a_number() -> None:
@@ -201,15 +207,17 @@ def test_host_reads_and_synchronisation_invalidate_a_capture() -> None:
     assert captured(lambda: x.add_(1)) is not None
 
 
+@pytest.mark.usefixtures("launched_directly")
 def test_faults_hit_the_call_that_was_named() -> None:
-    simulator.arm("aclrtCreateEventExWithFlag:2;aclrtCreateEventWithFlag:2")
-    events = [torch.npu.Event() for _ in range(2)]
-    events[0].record()
-    with pytest.raises(RuntimeError, match="207007"):  # noqa: PT012  (where it shows)
-        events[1].record()
-        torch.npu.current_stream().npu_stream  # noqa: B018
-    simulator.arm()
-    torch_npu.npu.restart_device(0)
+    x = torch.ones(4).npu()
+    simulator.arm("aclnnMuls:2;aclnnMul:1:507011")
+    assert (x * 2).sum().item() == 8
+    with pytest.raises(RuntimeError, match="507015"):
+        x * 3
+    with pytest.raises(RuntimeError, match="507011"):
+        x * x
+    assert (x * 4).sum().item() == 16
+    assert simulator.calls()["aclnnMuls"] == 3
 
 
 def test_streams_are_limited() -> None:
