@@ -56,7 +56,7 @@ def capture(request: CaptureRequest, pool: Pool | None = None) -> CapturedGraph:
             f"{request.key} cannot be captured inside another capture. Capture one after the other"
         )
     if pool is None:
-        pool = request.pool if isinstance(request.pool, Pool) else Pool()
+        pool = Pool() if request.pool is None else request.pool
     seed, generator = torch.initial_seed(), torch.get_rng_state()
     _here.capturing = True
     try:

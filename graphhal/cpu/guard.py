@@ -48,7 +48,11 @@ _SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Refusals(TorchFunctionMode):
-    """Refuses what a device would, where the dispatcher cannot see it."""
+    """Refuses what a device would, where the dispatcher cannot see it.
+
+    Out of its reach: `.tolist()` inside TorchScript, and code that switches such modes off. There
+    the self-check is what finds a frozen value.
+    """
 
     def __init__(self, tape: "Tape") -> None:
         super().__init__()
