@@ -22,6 +22,7 @@ TARGET = ROOT / "graphhal" / "vllm_worker" / "signatures.json"
 
 
 def source_of(place: Path, name: str) -> str | None:
+    """Text of a file in a wheel or a folder."""
     """Text of a file of a wheel or of an unpacked one; None where it is not there."""
     if place.is_dir():
         path = place / name
@@ -48,12 +49,14 @@ def spelled_function(node: ast.FunctionDef) -> str:
 
 
 def spelled_class(node: ast.ClassDef) -> str:
+    """Field names of a dataclass."""
     """Names of a class's annotated fields."""
     names = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign)]  # type: ignore[union-attr]
     return "fields: " + ", ".join(names)
 
 
 def lookup(tree: ast.Module, qualname: str) -> str | None:
+    """Spelling of a function or class; None where there is none of that name."""
     """Spelling of a function or class of a module; None where it is not there."""
     scope: list[ast.stmt] = tree.body
     found: ast.stmt | None = None
@@ -75,6 +78,7 @@ def lookup(tree: ast.Module, qualname: str) -> str | None:
 
 
 def read(place: Path) -> dict[str, str]:
+    """Spelling of every touched name that one release has."""
     """Spelling by name of all that graphhal touches in one release."""
     trees: dict[str, ast.Module | None] = {}
     table = {}
@@ -90,6 +94,7 @@ def read(place: Path) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Write the table; returns the exit status."""
     """Command line."""
     if not arguments:
         print(__doc__)

@@ -30,6 +30,9 @@ from graphhal.vllm_worker.towers import Encoder
 
 log = logging.getLogger(__name__)
 
+AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features")
+"""Keys that carry sound; films may have others with `audio` in their names."""
+
 _alive: "weakref.WeakSet[EncoderGraphExecutor]" = weakref.WeakSet()
 _said: set[str] = set()
 
@@ -267,7 +270,7 @@ class EncoderGraphExecutor:
     def _find(self, mm_kwargs: Mapping[str, Any]) -> _Served | None:
         if len(self._served) == 1:
             return self._served[0]
-        wants_audio = any("audio" in key or "input_features" in key for key in mm_kwargs)
+        wants_audio = any(mm_kwargs.get(key) is not None for key in AUDIO_KEYS)
         for served in self._served:
             if ("audio" in served.encoder.modalities) is wants_audio:
                 return served

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 SHARE_OF_KV = 0.10
 """Share of the memory that would be left for the KV cache that graphs may take by default."""
+SHARE_OF_REST = 0.5
+"""Share of the card's rest that graphs may take where the KV cache has an explicit size."""
 SAMPLED = 3
 """Largest graphs captured for the profile of one encoder; the second and third tell what one more
 graph adds."""
@@ -80,6 +82,10 @@ def limit_bytes(vllm_config: Any, model: Any, settings: Settings, platform: Plat
 
 def _share(vllm_config: Any, free: int) -> int:
     room = _kv_room(vllm_config, free)
+    explicit = getattr(vllm_config.cache_config, "kv_cache_memory_bytes", None)
+    if explicit:
+        # The KV cache is as large as the operator says; graphs live in what is left of the card.
+        return max(0, int(SHARE_OF_REST * (_usable(free) - explicit)))
     one_request = request_bytes(vllm_config)
     limit = max(0, min(int(SHARE_OF_KV * room), room - one_request))
     log.info(
@@ -95,15 +101,16 @@ def _share(vllm_config: Any, free: int) -> int:
 
 def _kv_room(vllm_config: Any, free: int) -> int:
     """Bytes that vLLM would give the KV cache, were there no graphs; an estimate from above."""
-    cache = vllm_config.cache_config
-    explicit = getattr(cache, "kv_cache_memory_bytes", None)
     total = torch.accelerator.get_memory_info()[1]
-    unused = total - int(total * cache.gpu_memory_utilization)
+    unused = total - int(total * vllm_config.cache_config.gpu_memory_utilization)
+    return max(0, _usable(free) - unused)
+
+
+def _usable(free: int) -> int:
+    """Free bytes, those that the allocator holds unused with them, less the peak of a forward."""
     allocated = torch.accelerator.memory_allocated()
     transient = max(0, torch.accelerator.max_memory_allocated() - allocated)
-    cached = torch.accelerator.memory_reserved() - allocated
-    room = free + cached - unused - transient
-    return max(0, min(room, explicit) if explicit else room)
+    return free + torch.accelerator.memory_reserved() - allocated - transient
 
 
 def request_bytes(vllm_config: Any) -> int:
@@ -142,6 +149,7 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     free = graphs.platform.info.free_bytes
     if free is None or len(ladder) <= SAMPLED:
         report = graphs.capture()
+        _settle()
         return report.num_bytes, 0
     _settle()
     marks = [free()]
@@ -161,8 +169,10 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
 
 
 def _settle() -> None:
+    """Wait, and give back what the allocator only keeps: vLLM counts free memory."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
 
 
 def capture_all(model: Any, encoders: Sequence[EncoderGraphs]) -> None:
@@ -171,10 +181,10 @@ def capture_all(model: Any, encoders: Sequence[EncoderGraphs]) -> None:
     before = None if free is None else free()
     for graphs in encoders:
         graphs.capture()
+    _settle()
     profile = _profiled.get(model)
     if free is None or before is None or profile is None or not profile.estimate:
         return
-    _settle()
     taken = before - free()
     log.info(
         "graphhal: encoder graphs took %.0f MiB; %.0f MiB were expected (%+.1f %%)",

@@ -156,9 +156,10 @@ def test_one_request_must_still_fit(card_of_80_gib: Any) -> None:
     assert memory.limit_bytes(vllm_config, Model(), Settings(), card_of_80_gib) == 0
 
 
-def test_an_explicit_kv_cache_bounds_the_share(card_of_80_gib: Any) -> None:
-    vllm_config = config(kv_cache_memory_bytes=1000 * MIB)
-    assert memory.limit_bytes(vllm_config, Model(), Settings(), card_of_80_gib) == 100 * MIB
+def test_graphs_live_beside_an_explicit_kv_cache(card_of_80_gib: Any) -> None:
+    vllm_config = config(kv_cache_memory_bytes=18 * 1024 * MIB)
+    found = memory.limit_bytes(vllm_config, Model(), Settings(), card_of_80_gib)
+    assert found == 1024 * MIB
 
 
 def test_the_limit_is_found_once_for_a_model(card_of_80_gib: Any) -> None:

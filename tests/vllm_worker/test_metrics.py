@@ -90,10 +90,11 @@ def test_the_periodic_line_fires_by_the_clock(
         assert reporter.due()
         reporter.served(STATS)
         assert not reporter.due()
-    assert [record.getMessage() for record in caplog.records] == [
+    (record,) = caplog.records
+    assert record.getMessage() == (
         "graphhal: M: image 3 hits, 2 misses (2 more rows than the largest graph); "
         "padding 21.9%; item tokens ≤64: 5"
-    ]
+    )
 
 
 def test_a_summary_at_the_end_only_where_something_was_served(

@@ -1,6 +1,7 @@
-"""One flag, options from three places, refusals: what turns graphs on, off, and what is an error."""
+"""One flag, options from three places, refusals: what is on, off, or an error."""
 
 import types
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_chosen_ladder_stays_in_the_models_range() -> None:
     assert most_tokens(Settings(), config()) == 2048
     budgets = dense_budgets(2048)
     assert budgets[-1] == 2048
-    assert all(b / a <= 1.126 for a, b in zip(budgets, budgets[1:], strict=False) if a >= 128)
+    assert all(b / a <= 1.126 for a, b in pairwise(budgets) if a >= 128)
 
 
 def test_items_and_frames_never_exceed_a_graphs_tokens() -> None:

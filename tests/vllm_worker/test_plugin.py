@@ -163,10 +163,14 @@ class Worker:
 a, b, c = Worker().start()
 manager = a.EncoderCudaGraphManager
 print(b.EncoderCudaGraphManager is manager, "__new__" in vars(manager), manager.__module__)
-print(len(list(c.SupportsEncoderCudaGraph._abc_registry)) if hasattr(c.SupportsEncoderCudaGraph, "_abc_registry") else 0)
+import abc
+registry = abc._get_dump(c.SupportsEncoderCudaGraph)[0]
+print(len(registry))
 print([n for n in sys.modules if n.startswith("graphhal.") and n not in (
-    "graphhal.vllm_worker", "graphhal.vllm_worker.plugin", "graphhal.vllm_worker.touched")])
-print(max([r.levelno for r in records if r.name.startswith("graphhal")], default=0) <= logging.DEBUG)
+    "graphhal.vllm_worker", "graphhal.vllm_worker.plugin",
+    "graphhal.vllm_worker.touched")])
+levels = [r.levelno for r in records if r.name.startswith("graphhal")]
+print(max(levels, default=0) <= logging.DEBUG)
 """
     )
     lines = python(code).strip().splitlines()

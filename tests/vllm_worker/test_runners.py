@@ -192,7 +192,6 @@ def test_equal_to_vllms_own_manager(
     engine: Any, tower: str, adapter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm_on_cpu as on_cpu
-
     from vllm.config.multimodal import MultiModalConfig
 
     # With videos, vLLM's manager leaves a tail of zeros in cu_seqlens, which no CPU kernel takes.

@@ -1,4 +1,4 @@
-"""Real vLLM on a machine without a GPU: small towers of its own classes, runners, a peer manager."""
+"""Real vLLM without a GPU: small towers of its own classes, runners, a peer manager."""
 
 import contextlib
 import logging
@@ -11,8 +11,14 @@ import torch
 
 
 @contextlib.contextmanager
-def engine_context(**compilation: Any) -> Iterator[Any]:
-    """One-rank vLLM with a configuration that serves a multimodal model."""
+def engine_context(
+    world_size: int = 1,
+    rank: int = 0,
+    folder: str | None = None,
+    mode: str = "weights",
+    **compilation: Any,
+) -> Iterator[Any]:
+    """vLLM with a configuration that serves a multimodal model; by default on one rank."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed import parallel_state
@@ -20,7 +26,9 @@ def engine_context(**compilation: Any) -> Iterator[Any]:
 
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     config.model_config = types.SimpleNamespace(
-        multimodal_config=MultiModalConfig(limit_per_prompt={"image": 8, "video": 2, "audio": 8}),
+        multimodal_config=MultiModalConfig(
+            limit_per_prompt={"image": 8, "video": 2, "audio": 8}, mm_encoder_tp_mode=mode
+        ),
         dtype=torch.float32,
         max_model_len=4096,
         is_multimodal_model=True,
@@ -35,19 +43,19 @@ def engine_context(**compilation: Any) -> Iterator[Any]:
     for name, value in compilation.items():
         setattr(config.compilation_config, name, value)
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as own_folder,
         set_current_vllm_config(config),
         set_forward_context(None, config),
         torch.inference_mode(),
     ):
         parallel_state.init_distributed_environment(
-            world_size=1,
-            rank=0,
-            local_rank=0,
+            world_size=world_size,
+            rank=rank,
+            local_rank=rank,
             backend="gloo",
-            distributed_init_method=f"file://{folder}/rendezvous",
+            distributed_init_method=f"file://{folder or own_folder}/rendezvous",
         )
-        parallel_state.initialize_model_parallel(1, 1)
+        parallel_state.initialize_model_parallel(world_size, 1)
         try:
             yield config
         finally:
