@@ -67,6 +67,7 @@ class Execution:
         self._update_first = platform.info.boundary_order == "before"
         self._persist = platform.info.boundaries_persist
         self._on_device: HostUpdate | None = None
+        self._outer: list[HostUpdate] = []
 
     def forget(self) -> None:
         """The packed buffer no longer holds what the last replay put there."""
@@ -156,6 +157,8 @@ class Execution:
         self._on_device = None  # a platform may keep the boundaries of the step it entered last
         inputs: dict[str, torch.Tensor] = {}
         entered = self._platform.step("eager", None, inputs, update.boundaries)
+        if entered is None:
+            self._outer.append(update)  # the outer graph copies from this block at every replay
         with entered or nullcontext(_PlainScope(adapter.device)) as scope, torch.no_grad():
             packed = update.block.to(adapter.device, non_blocking=True, copy=True)
             inputs.update(layout.packed_views(packed))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphhal import runner
+from graphhal import execution, runner
 from graphhal.cpu import plugin as cpu
 from graphhal.discovery import bind
 from graphhal.errors import AdapterError, InputError, ReplayError
@@ -346,6 +347,23 @@ def test_while_an_outer_capture_runs_everything_is_eager_and_nothing_is_dropped(
     plugin.closed = False
     assert_equals_eager(graphs, images(3, 4))
     assert graphs.stats()["hits"] == {"image": 2}
+
+
+def test_what_an_outer_capture_copies_from_outlives_the_call(monkeypatch):
+    made = []
+
+    def host_block(num_bytes, device):
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        made.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(execution, "host_block", host_block)
+    plugin = PlainPlugin()
+    graphs = EncoderGraphs(ToyEncoder(), plain_platform(plugin), Settings())
+    graphs.run(images(3))
+    plugin.closed = True
+    graphs.run(images(3))
+    assert [block() is not None for block in made] == [False, True]
 
 
 # Clear and recapture -------------------------------------------------------------------------
