@@ -13,8 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -121,8 +123,8 @@ def _stream(
     line: str, environment: dict[str, str], limit: float, emit: Callable[[str], None]
 ) -> tuple[int, str]:
     """Exit status (124: over the limit) and output of one shell line."""
-    over = False
     lines = []
+    over = threading.Event()
     with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", line],
         cwd=ROOT,
@@ -135,22 +137,20 @@ def _stream(
         start_new_session=True,
     ) as process:
 
-        def stop(*_: object) -> None:
-            nonlocal over
-            over = True
+        def stop() -> None:
+            over.set()
             os.killpg(process.pid, signal.SIGKILL)
 
-        previous = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, max(limit, 1))
+        timer = threading.Timer(max(limit, 1), stop)
+        timer.start()
         try:
             for text in process.stdout or ():
                 lines.append(text)
                 emit(text.rstrip("\n"))
             status = process.wait()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
-    return (124 if over else status), "".join(lines)
+            timer.cancel()
+    return (124 if over.is_set() else status), "".join(lines)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -192,19 +192,34 @@ def _check_platforms(names: Sequence[str]) -> None:
             raise MatrixError(f"no cell tests platform {name!r}. Platforms: {platforms}")
 
 
-def run(cells: Sequence[Cell], required: Sequence[str]) -> list[Result]:
-    """Run every cell that this machine can; a skip of a required platform is a failure."""
-    results = []
-    for cell in cells:
+def run(cells: Sequence[Cell], required: Sequence[str], jobs: int = 1) -> list[Result]:
+    """Run every cell that this machine can; a skip of a required platform is a failure.
+
+    Args:
+        cells: to run, in order.
+        required: platforms that must be here.
+        jobs: cells at a time; with several, each cell's output is printed when it is done.
+    """
+    printing = threading.Lock()
+
+    def one(cell: Cell) -> Result:
         reason = missing_need(cell)
-        if reason is None:
+        if reason is not None:
+            if cell.platform in required:
+                return Result(cell.name, "failed", f"required, but {reason}")
+            return Result(cell.name, "skipped", reason)
+        if jobs == 1:
             print(f"\n=== cell {cell.name}: {cell.title}", flush=True)
-            results.append(run_cell(cell, lambda text: print(text, flush=True)))
-        elif cell.platform in required:
-            results.append(Result(cell.name, "failed", f"required, but {reason}"))
-        else:
-            results.append(Result(cell.name, "skipped", reason))
-    return results
+            return run_cell(cell, lambda text: print(text, flush=True))
+        lines: list[str] = []
+        print(f"started {cell.name}", flush=True)
+        result = run_cell(cell, lines.append)
+        with printing:
+            print("\n".join(["", f"=== cell {cell.name}: {cell.title}", *lines]), flush=True)
+        return result
+
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        return list(pool.map(one, cells))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.run", description=__doc__.splitlines()[0])
     parser.add_argument("--cell", action="append", default=[], help="run this one (repeatable)")
     parser.add_argument("--list", action="store_true", help="print the matrix and stop")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--json", action="store_true", help="results as JSON at the end")
     parser.add_argument(
         "--require-platform",
@@ -230,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(list_cells(cells))
         return 0
-    results = run(cells, options.require_platform)
+    results = run(cells, options.require_platform, options.jobs)
     rows = [("cell", "result", "tests", "skipped", "seconds", "reason")]
     rows += [
         (r.cell, r.status, str(r.tests), str(r.skipped), f"{r.seconds:.0f}", r.reason)

@@ -124,6 +124,22 @@ def test_a_skip_of_a_required_platform_is_a_failure() -> None:
     assert [result.status for result in run.run([absent], required=["npu"])] == ["failed"]
 
 
+def test_cells_side_by_side_keep_their_output_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    talk = "for n in 1 2 3; do echo $CELL_WORK says $n; sleep 0.1; done"
+    cells = [cell(name=name, command=talk) for name in ("one", "two")]
+    results = run.run(cells, required=[], jobs=2)
+    assert [(result.cell, result.status) for result in results] == [
+        ("one", "passed"),
+        ("two", "passed"),
+    ]
+    lines = [line for line in capsys.readouterr().out.splitlines() if " says " in line]
+    speakers = [line.partition(" says ")[0] for line in lines]
+    assert len(lines) == 6
+    assert speakers[0] == speakers[1] == speakers[2] != speakers[3]
+
+
 def test_the_exit_status_and_the_table_tell_of_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
