@@ -134,7 +134,7 @@ def test_cells_side_by_side_keep_their_output_together(
         ("one", "passed"),
         ("two", "passed"),
     ]
-    lines = [line for line in capsys.readouterr().out.splitlines() if " says " in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("/")]
     speakers = [line.partition(" says ")[0] for line in lines]
     assert len(lines) == 6
     assert speakers[0] == speakers[1] == speakers[2] != speakers[3]
