@@ -152,16 +152,6 @@ class Arena:
         """Device bytes of all arenas."""
         return self.bulk.nbytes + self.packed.nbytes + self.output.nbytes
 
-    def poison(self) -> None:
-        """Fill inputs and output with NaN (bytes 0xFF), so that a read of a stale row shows.
-
-        Metadata becomes zero: boundaries that the platform does not update are then none at all,
-        and a stale index reads no foreign memory.
-        """
-        self.bulk.fill_(0xFF)
-        self.packed.zero_()
-        self.output.fill_(float("nan"))
-
 
 def host_block(num_bytes: int, device: torch.device) -> torch.Tensor:
     """A uint8 host tensor for one packed copy; pinned where the device is not the host."""

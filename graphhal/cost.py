@@ -12,6 +12,7 @@ from graphhal.execution import Execution, GroupOutput
 from graphhal.graph_set import Entry, GraphSet
 from graphhal.items import ItemSpec
 from graphhal.outputs import token_starts
+from graphhal.plan import Capacity
 
 REPEATS = 3
 """Timed calls of each kind, after one that is not; their median counts."""
@@ -26,19 +27,28 @@ def measure(adapter: EncoderAdapter, execution: Execution, graphs: GraphSet) -> 
     replays: dict[Hashable, tuple[Timing, ...]] = {}
     eager: dict[str, dict[int, tuple[Timing, ...]]] = {}
     paths: dict[str, list[Entry]] = {}
+    device = adapter.device
     for entry in sorted(graphs.entries.values(), key=lambda e: e.capacity.rows):
         paths.setdefault(entry.capacity.key.path, []).append(entry)
     for path, entries in paths.items():
         for number, entry in enumerate(entries):
             cases = _extremes(execution, entry)
             replays[entry.capacity.key] = tuple(
-                _timing(entry, items, _replay_call(adapter, execution, entry, items))
+                _timing(
+                    entry.capacity, items, _replay_call(adapter, execution, entry, items), device
+                )
                 for items in cases
             )
             if number % EAGER_EVERY == 0 or number == len(entries) - 1:
                 rows = sum(item.rows for item in cases[0])
                 eager.setdefault(path, {})[rows] = tuple(
-                    _timing(entry, items, _eager_call(adapter, execution, items))
+                    # Priced without padding, as the plan prices an eager call.
+                    _timing(
+                        Capacity.of(items, entry.capacity.key),
+                        items,
+                        _eager_call(adapter, execution, items),
+                        device,
+                    )
                     for items in cases
                     if abs(sum(item.rows for item in items) - rows) <= rows * (1 - NEARLY_FULL)
                 )
@@ -58,8 +68,12 @@ def _extremes(execution: Execution, entry: Entry) -> list[tuple[ItemSpec, ...]]:
     return [heavy] if light is heavy else [heavy, light]
 
 
-def _timing(entry: Entry, items: Sequence[ItemSpec], call: Callable[[], None]) -> Timing:
-    device = entry.graph.request.device
+def _timing(
+    capacity: Capacity,
+    items: Sequence[ItemSpec],
+    call: Callable[[], None],
+    device: torch.device,
+) -> Timing:
     times = []
     for _ in range(1 + REPEATS):
         synchronize(device)
@@ -67,7 +81,7 @@ def _timing(entry: Entry, items: Sequence[ItemSpec], call: Callable[[], None]) -
         call()
         synchronize(device)
         times.append((perf_counter() - started) * 1e3)
-    return Timing(entry.capacity.attention_work(items), median(times[1:]))
+    return Timing(capacity.attention_work(items), median(times[1:]))
 
 
 def _replay_call(
@@ -91,7 +105,7 @@ def _eager_call(
     request = adapter.example(items, seed=2)
 
     def call() -> None:
-        execution.eager(request, items, starts, GroupOutput(starts[-1]))
+        execution.eager(request, items, starts, GroupOutput(starts[-1]), "reference")
 
     return call
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +29,7 @@ class PreparedReplay:
     entry: Entry
     items: tuple[ItemSpec, ...]
     update: HostUpdate
-    copies: tuple[tuple[int, int, int], ...]
+    copies: tuple[tuple[torch.Tensor, int, int], ...]
     label: str
     rows: int
 
@@ -99,7 +99,12 @@ class Execution:
         """Compute a replay's host data: boundaries and the packed block."""
         update = self._host_update(entry.capacity, entry.layout, items)
         label, rows = str(entry.capacity.key), sum(item.rows for item in items)
-        return PreparedReplay(entry, items, update, tuple(runs(items, starts)), label, rows)
+        output = entry.graph.request.output
+        copies = tuple(
+            (output[source : source + length], target, target + length)
+            for source, target, length in runs(items, starts)
+        )
+        return PreparedReplay(entry, items, update, copies, label, rows)
 
     def example(
         self,
@@ -139,8 +144,9 @@ class Execution:
             output = request.output
             if group.tensor is None:
                 group.tensor = scope.empty((group.tokens, output.shape[1]), output.dtype)
-            for source, target, rows in step.copies:
-                group.tensor[target : target + rows].copy_(output[source : source + rows])
+            for source, start, end in step.copies:
+                whole = end - start == group.tokens
+                (group.tensor if whole else group.tensor[start:end]).copy_(source)
 
     def eager(
         self,
@@ -148,15 +154,35 @@ class Execution:
         items: Sequence[ItemSpec],
         starts: Sequence[int],
         group: GroupOutput,
+        kind: Literal["eager", "reference"] = "eager",
     ) -> None:
-        """One eager call of the adapter's forward on exactly these items."""
+        """One eager call of the adapter's forward on exactly these items.
+
+        Out of memory, it is tried once more: a platform that ran it inside the graphs' memory has
+        emptied its caches by then and runs it outside.
+        """
+        try:
+            self._eager(mm_kwargs, items, starts, group, kind)
+        except torch.OutOfMemoryError:
+            if kind == "reference":
+                raise
+            self._eager(mm_kwargs, items, starts, group, kind)
+
+    def _eager(
+        self,
+        mm_kwargs: Mapping[str, Any],
+        items: Sequence[ItemSpec],
+        starts: Sequence[int],
+        group: GroupOutput,
+        kind: Literal["eager", "reference"],
+    ) -> None:
         adapter = self._adapter
         exact = Capacity.of(items, GraphKey(adapter.name, adapter.path(items[0]), 0))
         layout = Layout(adapter.buffers(exact))
         update = self._host_update(exact, layout, items)
         self._on_device = None  # a platform may keep the boundaries of the step it entered last
         inputs: dict[str, torch.Tensor] = {}
-        entered = self._platform.step("eager", None, inputs, update.boundaries)
+        entered = self._platform.step(kind, None, inputs, update.boundaries)
         if entered is None:
             self._outer.append(update)  # the outer graph copies from this block at every replay
         with entered or nullcontext(_PlainScope(adapter.device)) as scope, torch.no_grad():

@@ -155,6 +155,17 @@ class GraphSet:
         arena = 0 if self.arena is None else self.arena.num_bytes
         return arena + sum(entry.graph.num_bytes for entry in self.entries.values())
 
+    def poison(self, entry: Entry) -> None:
+        """Fill a graph's static inputs, the static output and the pool's free memory with NaN.
+
+        Integers become zero: an index out of range would end the process instead of the check.
+        """
+        request = entry.graph.request
+        for tensor in (*request.inputs.values(), request.output):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+        if entry.graph.poison is not None:
+            entry.graph.poison()
+
     def drop(self, key: GraphKey) -> None:
         """Release one graph; its inputs run in a larger graph, or eagerly."""
         entry = self.entries.pop(key, None)

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 BoundaryOrder = Literal["before", "after"]
-StepKind = Literal["replay", "eager"]
+StepKind = Literal["replay", "eager", "reference"]
+"""`eager` may use the graphs' memory; `reference` is an eager call at start-up, whose memory is
+given back afterwards and must not grow the pool."""
 
 
 class VarlenAttention(Protocol):

@@ -272,6 +272,8 @@ class EncoderGraphs:
         self._check()
         if self.settings.policy is Policy.MEASURED:
             self._measure()
+        if self.adapter.device.type != "cpu":
+            torch.accelerator.empty_cache()  # what references took is the host's again
 
     def _no_collectives(self) -> str | None:
         """Why a tower that is spread over ranks must run eagerly as a whole, or None."""
@@ -390,7 +392,8 @@ class EncoderGraphs:
             raise CaptureError(f"no worst case of {self.adapter.name} fits any of its graphs")
         starts = token_starts(items)
         output = GroupOutput(starts[-1])
-        self._execution.eager(self.adapter.example(items, seed=0), items, starts, output)
+        example = self.adapter.example(items, seed=0)
+        self._execution.eager(example, items, starts, output, "reference")
         return output.filled()
 
     def _limit(self) -> int | None:

@@ -148,12 +148,9 @@ def _compare(
         request = adapter.example(items, seed=1)
         if key not in eager:
             reference = GroupOutput(starts[-1])
-            execution.eager(request, items, starts, reference)
+            execution.eager(request, items, starts, reference, "reference")
             eager[key] = reference.filled()
-        if graphs.arena is not None:
-            graphs.arena.poison()
-        if entry.graph.poison is not None:
-            entry.graph.poison()
+        graphs.poison(entry)
         execution.forget()
         execution.replay(request, execution.prepare(entry, items, starts), group)
     except OuterCaptureError:

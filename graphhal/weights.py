@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-WINDOW = 64
+WINDOW = 16
 """Tensors checked on every request; a full-size tower has some 350, which take 25 µs or more."""
 FULL_CHECK_SECONDS = 0.1
 """A request later than this after the last full check makes one: idle servers check every time."""

@@ -1,6 +1,7 @@
 """Capture of a ladder: order, shared arenas, limits, failures; nothing of it stops a server."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from graphhal import graph_set
 from graphhal.arena import Arena
 from graphhal.errors import CaptureError, HostReadError, ResourceExhaustedError
+from graphhal.graph_set import GraphSet
 from graphhal.plan import GraphKey
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
@@ -270,3 +272,21 @@ def test_the_report_is_plain_data():
     assert [line["key"] for line in report["graphs"]] == [f"toy/image[{n}]" for n in (32, 16, 4)]
     assert report["dropped"] == [{"key": "toy/image[8]", "reason": "refused"}]
     assert report["seconds"] > 0
+
+
+def test_poison_reaches_floats_and_the_pool_and_zeroes_integers():
+    inputs = {
+        name: torch.full((3,), 9, dtype=dtype)
+        for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.int64))
+    }
+    poisoned = []
+    graph = SimpleNamespace(
+        request=SimpleNamespace(inputs=inputs, output=torch.zeros(2, 2)),
+        poison=lambda: poisoned.append(True),
+    )
+    GraphSet.poison(object.__new__(GraphSet), SimpleNamespace(graph=graph))
+    assert inputs["a"].isnan().all()
+    assert inputs["b"].isnan().all()
+    assert graph.request.output.isnan().all()
+    assert not inputs["c"].any()  # a stale index must not read outside a table
+    assert poisoned == [True]

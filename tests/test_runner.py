@@ -684,3 +684,20 @@ def test_eight_threads_get_their_own_outputs(platform):
         assert [each for wrong in pool.map(hammer, range(8)) for each in wrong] == []
     items = sum(len(asked[(s * 7 + t) % 24]["grids"]) for s in range(8) for t in range(15))
     assert graphs.statistics.hits.total() + graphs.statistics.misses.total() == items
+
+
+def test_an_eager_call_that_runs_out_of_memory_is_tried_once_more(monkeypatch):
+    graphs = EncoderGraphs(ToyEncoder(), plain_platform(PlainPlugin()))
+    asked = images(3)
+    expected = torch.cat(graphs.run_eager(asked))
+    forward, failures = graphs.adapter.forward, []
+
+    def failing(*arguments):
+        if not failures:
+            failures.append(True)
+            raise torch.OutOfMemoryError("planted")
+        return forward(*arguments)
+
+    monkeypatch.setattr(graphs.adapter, "forward", failing)
+    assert torch.equal(torch.cat(graphs.run(asked)), expected)
+    assert failures

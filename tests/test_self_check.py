@@ -210,7 +210,7 @@ def test_a_check_out_of_time_still_runs_the_full_and_the_emptiest_case(monkeypat
 def test_eager_references_are_shared_between_graphs():
     plugin = PlainPlugin()
     captured(plugin)
-    eager = sum(1 for name, kind in plugin.calls if (name, kind) == ("step", "eager"))
+    eager = sum(1 for name, kind in plugin.calls if (name, kind) == ("step", "reference"))
     assert eager - 1 == plugin.count("replay") - 2  # one more tells the output's width
 
 

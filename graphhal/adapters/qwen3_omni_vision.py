@@ -292,7 +292,7 @@ class Qwen3OmniVision(EncoderAdapter):
         target, at = inputs[PIXELS], 0
         for source in self._runs(mm_kwargs, items):
             end = at + source.shape[0]
-            target[at:end].copy_(source)
+            (target if end - at == target.shape[0] else target[at:end]).copy_(source)
             at = end
         if at < target.shape[0]:
             target[at:].zero_()
