@@ -1,7 +1,8 @@
 """What captures and replays change in a process, and how it is put back, also after a failure."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch_npu
@@ -40,6 +41,19 @@ def capture_options() -> Iterator[None]:
         known = {name: value.decode() for name, value in former.items() if value}
         if known:
             torch_npu._C._npu_setOption(known)
+
+
+@contextmanager
+def undone_begin(lane: Lane, pool: Any) -> Iterator[None]:
+    """Around the begin of a capture: where the runtime refuses it, torch_npu goes on allocating
+    into the pool, and the next begin fails for that reason."""
+    try:
+        yield
+    except RuntimeError:
+        with suppress(RuntimeError):
+            torch_npu._C._npu_endAllocateToPool(lane.index, pool)
+            torch_npu._C._npu_releasePool(lane.index, pool)
+        raise
 
 
 @contextmanager

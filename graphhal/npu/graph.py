@@ -28,7 +28,7 @@ from graphhal.npu.acl_errors import (
     wait_for,
 )
 from graphhal.npu.attention import Serving, serve
-from graphhal.npu.capture_state import capture_options, direct_launches, put_back
+from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
 from graphhal.npu.memory import poison, settled_bytes
 from graphhal.npu.step_scope import StepInOuterCapture, StepOnLane
 from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
@@ -75,16 +75,19 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
     graph = npu.NPUGraph()
     pool = npu.graph_pool_handle() if request.pool is None else request.pool
     serving = Serving(request.inputs, request.boundaries, tasks=[])
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    with undone_begin(lane, pool):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         with serve(serving):
             request.forward()
     except BaseException:
+        npu.set_stream(lane.replay)  # a capture ends only on the stream where it began
         with suppress(RuntimeError):
             graph.capture_end()
         _discard(graph)
         raise
     try:
+        npu.set_stream(lane.replay)
         graph.capture_end()
         lane.settle(what)
     except BaseException:
