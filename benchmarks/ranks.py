@@ -140,7 +140,7 @@ def main_of(rank: int, args: argparse.Namespace, folder: str) -> None:
     host_group = dist.new_group(backend="gloo", timeout=WAIT)
     platform = open_platform(args.device)
     factory = next(f for f in find_adapters() if f.name == "qwen3_omni_vision")
-    budgets = (64, 128, 256, 512) if args.preset == "full" else (16, 32, 64)
+    budgets = (64, 128, 256) if args.preset == "full" else (16, 32)
     settings = Settings(token_budgets=budgets, max_items=4)
     result: dict[str, Any] = {"rank": rank}
 
