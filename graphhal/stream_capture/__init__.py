@@ -16,6 +16,8 @@ Facts that decide the shape of this file:
   use. So workspaces are allocated inside the pool, where only ordered work can reuse them.
 - Where `cudaStreamEndCapture` fails, PyTorch up to 2.13 leaves its allocators and its random
   generator in capture mode. `_mend` ends that.
+- Other versions of PyTorch keep that workspace for good. So a pool without graphs, and its stream,
+  go to whoever captures next: one workspace stays behind, not one per owner.
 - A pool's `MemPool` must outlive its graphs, also at interpreter exit.
 """
 

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -15,7 +14,22 @@ StreamKey = tuple[int, int, int]
 """Stream id, device index, device type: PyTorch's name of a stream, without a stream object."""
 
 _SMALL_BLOCK = 2**20  # the allocator serves requests above this from another list of blocks
-pools: "weakref.WeakSet[GraphPool]" = weakref.WeakSet()
+pools: "list[GraphPool]" = []
+"""Every pool of this process. An empty one waits here for the next owner."""
+
+
+def pool_for(device: torch.device) -> "GraphPool":
+    """An empty pool of this device, or a new one. Called with captures locked out.
+
+    The BLAS workspace of a capture stream can outlive the stream's graphs, in memory that nothing
+    else gets; a new stream for every owner would leave one more behind each time.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for pool in pools:
+        if pool.index == index and pool.graphs == 0:
+            return pool
+    pools.append(GraphPool(device))
+    return pools[-1]
 
 
 class GraphPool:
@@ -55,7 +69,6 @@ class GraphPool:
         self._last: StreamKey | None = None
         self.replay_scope = ReplayScope(self)
         self.eager_scope = EagerScope(self)
-        pools.add(self)
 
     @property
     def shared(self) -> bool:
@@ -80,6 +93,8 @@ class GraphPool:
     def shut_if_empty(self) -> None:
         """Give the memory back where no graph uses it; the pool can be opened again."""
         if self.graphs == 0:
+            if self.broken and self in pools:  # its stream may capture still
+                pools.remove(self)
             self._mem = self.id = None
             self._live = set()
             self.leaked = self.broken = self.unchecked = False

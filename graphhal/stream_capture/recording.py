@@ -20,7 +20,7 @@ from graphhal.errors import (
 )
 from graphhal.platform import CapturedGraph, CaptureRequest
 from graphhal.stream_capture.failure import explained
-from graphhal.stream_capture.pool import GraphPool
+from graphhal.stream_capture.pool import GraphPool, pool_for, pools
 
 log = logging.getLogger(__name__)
 
@@ -82,24 +82,32 @@ def capture(
     """
     if not isinstance(request.pool, GraphPool | None):
         raise PluginError(f"{request.key}: pool is not one of this platform: {request.pool!r}")
-    pool = request.pool or GraphPool(request.device)
-    with _capturing, pool.lock, torch.cuda.device(pool.index):
-        if torch._C._cuda_isCurrentStreamCapturing():
-            raise CaptureError(f"{request.key}: another capture is running on this stream")
-        if pool.broken:
-            raise ResourceExhaustedError(
-                f"{request.key}: an earlier capture could not be ended cleanly, so this pool takes "
-                "no more graphs; those it holds go on. Capture again after clear()"
-            )
-        if pool.unchecked:
-            pool.look_for_leftovers()
-        if pool.leaked:
-            raise CaptureError(
-                f"{request.key}: an eager call left tensors in the graph pool (see the log), so it "
-                "takes no more graphs. Capture again after clear()"
-            )
-        caller = pool.current()
-        pool.open()
+    with _capturing:
+        pool = request.pool or pool_for(request.device)
+        with pool.lock, torch.cuda.device(pool.index):
+            return _capture_in(pool, request, error_mode, check_replay)
+
+
+def _capture_in(
+    pool: GraphPool, request: CaptureRequest, error_mode: ErrorMode, check_replay: bool
+) -> CapturedGraph:
+    if torch._C._cuda_isCurrentStreamCapturing():
+        raise CaptureError(f"{request.key}: another capture is running on this stream")
+    if pool.broken:
+        raise ResourceExhaustedError(
+            f"{request.key}: an earlier capture could not be ended cleanly, so this pool takes "
+            "no more graphs; those it holds go on. Capture again after clear()"
+        )
+    if pool.unchecked:
+        pool.look_for_leftovers()
+    if pool.leaked:
+        raise CaptureError(
+            f"{request.key}: an eager call left tensors in the graph pool (see the log), so it "
+            "takes no more graphs. Capture again after clear()"
+        )
+    caller = pool.current()
+    pool.open()
+    try:
         try:
             with torch.cuda.stream(pool.stream):
                 return _capture_here(request, pool, error_mode, check_replay)
@@ -107,6 +115,10 @@ def capture(
             with contextlib.suppress(RuntimeError) if pool.broken else contextlib.nullcontext():
                 pool.hand_back(caller)
             pool.shut_if_empty()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()  # what warm-up left is cached for the capture stream alone
+        raise
 
 
 def _capture_here(
@@ -273,4 +285,5 @@ def release_all() -> None:
         recording.close()
 
 
+atexit.register(pools.clear)  # runs after release_all: streams go before device libraries do
 atexit.register(release_all)

@@ -28,9 +28,9 @@ def install(monkeypatch: Any, cleans_up: bool = False) -> "FakeTorch":
     made = FakeTorch(cleans_up)
     for module in (pool_module, recording, steps):
         monkeypatch.setattr(module, "torch", made)
-    empty: weakref.WeakSet[Any] = weakref.WeakSet()
-    monkeypatch.setattr(pool_module, "pools", empty)
-    monkeypatch.setattr(steps, "pools", empty)
+    pools: list[Any] = []
+    monkeypatch.setattr(pool_module, "pools", pools)
+    monkeypatch.setattr(steps, "pools", pools)
     monkeypatch.setattr(recording, "_recordings", weakref.WeakSet())
     monkeypatch.setattr(recording, "_abandoned", [])
     return made

@@ -532,6 +532,54 @@ def test_a_pool_can_be_used_again_after_clear(fake):
     replay_on(fake, again, fake.current())
 
 
+def test_a_new_owner_gets_the_stream_of_one_that_is_gone(fake):
+    """A stream's BLAS workspace outlives its graphs: a new stream each time would leave them all."""
+    streams = set()
+    for _ in range(3):
+        graph = captured(fake)
+        streams.add(graph.pool.stream.stream_id)
+        plugin.graphhal_release([graph])
+    assert len(streams) == 1
+
+
+def test_an_owner_that_was_never_closed_leaves_its_stream_to_the_next(fake):
+    graphs = [captured(fake)]
+    graphs[0].request.inputs["cycle"] = graphs
+    stream = graphs[0].pool.stream
+    del graphs
+    gc.collect()
+    again = captured(fake)
+    assert again.pool.stream is stream
+    with plugin.graphhal_step("eager", None, {}, {}):
+        assert fake.routed() == again.pool.id
+
+
+def test_two_owners_at_a_time_have_pools_of_their_own(fake):
+    first, second = captured(fake), captured(fake)
+    assert first.pool is not second.pool
+    assert first.pool.stream != second.pool.stream
+
+
+def test_a_pool_that_could_not_end_a_capture_goes_to_nobody_else(fake, monkeypatch):
+    first = captured(fake)
+    with monkeypatch.context() as patch, pytest.raises(HostReadError):
+        patch.setattr(fake.cuda, "graph_pool_handle", lambda: first.pool.id)
+        captured(fake, forward=fake.host_read, pool=first.pool)
+    stuck = first.pool
+    plugin.graphhal_release([first])
+    assert captured(fake).pool is not stuck
+
+
+def test_a_failed_warm_up_leaves_nothing_cached(fake):
+    def forward() -> None:
+        fake.cached = 7 * 2**20
+        raise ValueError("bad item")
+
+    with pytest.raises(CaptureError):
+        captured(fake, forward=forward)
+    assert fake.cached == 0
+
+
 def test_a_pool_whose_only_capture_failed_keeps_no_memory(fake):
     graph = captured(fake)
     pool = graph.pool
