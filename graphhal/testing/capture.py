@@ -16,6 +16,7 @@ from graphhal.testing.subject import EXAMPLE, Subject, ToyGraph
 from graphhal.testing.toy_encoder import FULL
 
 Inputs = Mapping[str, torch.Tensor]
+_ROUNDING = 0.01
 
 
 class _ToyFaultError(Exception):
@@ -210,7 +211,7 @@ def graphs_of_one_key_are_distinct(subject: Subject) -> None:
         graph = subject.capture_request(request)
         values[value] = float(subject.launch(graph).mean())
         subject.platform.release([graph])
-    if values != {1.0: 1.0, 2.0: 2.0}:
+    if any(abs(wanted - found) > _ROUNDING for wanted, found in values.items()):
         raise CheckFailure(
             f"the graphs that write 1 and 2 left {list(values.values())}",
             "each capture to record the forward of its own request",

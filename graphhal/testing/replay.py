@@ -54,7 +54,7 @@ def replay_freezes_host_values(subject: Subject) -> None:
     graph = subject.capture_request(request)
     factor[0] = 5.0
     found = float(subject.launch(graph).mean())
-    if found != 2.0:
+    if abs(found - 2.0) > 0.01:
         raise CheckFailure(
             f"a factor of 2 at capture, 5 at replay, gave {found:g}",
             "2: a platform that computes it anew hides what a device would get wrong",
@@ -93,16 +93,11 @@ def replay_stays_in_its_rows(subject: Subject) -> None:
             "a replay wrote rows of the shared output beyond its own",
             f"rows {len(small.output)} and later untouched",
         )
-    host, staged = small.update(mm_kwargs), {}
-    first = subject.info.boundary_order == "before"
+    host = small.update(mm_kwargs)
     with subject.step("replay", small.graph, small.inputs, host.boundaries), torch.no_grad():
         small.encoder.stage(mm_kwargs, small.encoder.item_specs(mm_kwargs), small.inputs)
-        if first:
-            subject.platform.update_boundaries(small.graph, host)
         staged = {name: view.cpu().clone() for name, view in small.inputs.items()}
-        subject.platform.replay(small.graph)
-        if not first:
-            subject.platform.update_boundaries(small.graph, host)
+        subject.replay_updated(small.graph, host)
     for name, before in staged.items():
         if not torch.equal(small.inputs[name].cpu(), before):
             raise CheckFailure(f"a replay changed its input {name!r}", "inputs only read")
@@ -113,8 +108,8 @@ def graphs_of_two_sizes_take_turns(subject: Subject) -> None:
     """Two graphs over one arena and pool, replayed in turn, each give their own output."""
     large = subject.capture(rows=96)
     small = subject.capture(large.encoder, beside=large)
-    for turn, toy in enumerate((small, large, small, large)):
-        mm_kwargs = toy.encoder.request(EXAMPLE, seed=turn)
+    for turn, (toy, items) in enumerate(((small, (8, 2)), (large, (4, 4, 2))) * 2):
+        mm_kwargs = toy.encoder.request(items, seed=turn)
         subject.expect_reference(
             toy.replay(mm_kwargs),
             toy.encoder,

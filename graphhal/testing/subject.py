@@ -126,15 +126,24 @@ class Subject:
         return replace(request, forward=call, warmups=warmups)
 
     def launch(self, graph: CapturedGraph) -> torch.Tensor:
-        """Replay a graph over a cleared static output; the output as float64 on the host.
+        """Replay a graph as captured, over a cleared static output; it as float64 on the host.
 
         Cleared, since warm-up left there what the replay should write.
         """
         request = graph.request
         request.output.zero_()
+        host = HostUpdate(request.boundaries, request.packed.cpu())
         with self.step("replay", graph, request.inputs, request.boundaries):
-            self.platform.replay(graph)
+            self.replay_updated(graph, host)
         return request.output.cpu().double()
+
+    def replay_updated(self, graph: CapturedGraph, host: HostUpdate) -> None:
+        """Replay and update, inside a step, in the platform's order."""
+        if self.info.boundary_order == "before":
+            self.platform.update_boundaries(graph, host)
+        self.platform.replay(graph)
+        if self.info.boundary_order == "after":
+            self.platform.update_boundaries(graph, host)
 
     def step(
         self,
@@ -297,17 +306,15 @@ class ToyGraph:
     @contextmanager
     def launched(self, mm_kwargs: Mapping[str, Any], update: bool = True) -> Iterator[StepScope]:
         """One replay, up to the copy-out; the hooks in the platform's order."""
-        platform = self.subject.platform
         host = self.update(mm_kwargs)
         items = self.encoder.item_specs(mm_kwargs)
         entered = self.subject.step("replay", self.graph, self.inputs, host.boundaries)
         with entered as scope, torch.no_grad():
             self.encoder.stage(mm_kwargs, items, self.inputs)
-            if update and self.subject.info.boundary_order == "before":
-                platform.update_boundaries(self.graph, host)
-            platform.replay(self.graph)
-            if update and self.subject.info.boundary_order == "after":
-                platform.update_boundaries(self.graph, host)
+            if update:
+                self.subject.replay_updated(self.graph, host)
+            else:
+                self.subject.platform.replay(self.graph)
             yield scope
 
     def replay(self, mm_kwargs: Mapping[str, Any], update: bool = True) -> torch.Tensor:

@@ -14,6 +14,7 @@ OTHER_ENDS = {
     "fewer_sequences_leave_no_tail",
     "a_lone_sequence_is_not_stretched",
     "two_layers_have_their_own_ends",
+    "graphs_of_two_sizes_take_turns",
     "the_bound_is_the_captured_one",
     "an_update_is_for_its_graph",
     "back_to_back_replays_keep_theirs",
