@@ -171,7 +171,7 @@ def _record(request: CaptureRequest, pool: GraphPool, error_mode: ErrorMode) -> 
     """Capture on the current stream; a graph, or an error with everything put back."""
     graph = torch.cuda.CUDAGraph()
     failure: BaseException | None = None
-    unclean = False
+    end: BaseException | None = None
     collecting = gc.isenabled()
     gc.disable()  # a collected graph or event would end the capture
     try:
@@ -184,22 +184,22 @@ def _record(request: CaptureRequest, pool: GraphPool, error_mode: ErrorMode) -> 
         try:
             graph.capture_end()
         except RuntimeError as error:
-            unclean = True
+            end = error
             failure = failure or error
     except RuntimeError as error:
-        unclean, failure = True, error
+        end = failure = error
     finally:
         if collecting:
             gc.enable()
     if failure is None:
         return graph
-    if unclean:
+    if end is not None:
         _mend(graph, pool)
     else:
         graph.reset()
     if not isinstance(failure, Exception):
         raise failure
-    raise explained(request.key, failure, "capture") from failure
+    raise explained(request.key, failure, "capture", end) from failure
 
 
 def _mend(graph: Any, pool: GraphPool) -> None:

@@ -23,6 +23,7 @@ from graphhal.errors import (
 )
 from graphhal.plan import GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate
+from graphhal.stream_capture.failure import explained
 from tests.platforms.fake_streams import install
 
 BOTH = pytest.mark.parametrize("cleans_up", [False, True], ids=["up-to-2.13", "from-2.14"])
@@ -166,7 +167,7 @@ def test_a_host_read_is_named_with_its_line(fake):
         ("dependency created on uncaptured work in another stream", UnsupportedOperationError),
         ("Cannot copy unless the CPU tensor is pinned", UnsupportedOperationError),
         ("CUDA error: out of memory", ResourceExhaustedError),
-        ("the model has a bug", CaptureError),
+        ("the model has a bug", UnsupportedOperationError),  # the device had ended the capture
     ],
 )
 def test_a_failed_capture_leaves_everything_usable(fake, message, kind):
@@ -211,6 +212,53 @@ def test_a_swallowed_host_read_still_fails_the_capture(fake):
     with pytest.raises(UnsupportedOperationError, match="the code went on"):
         captured(fake, forward=forward)
     assert not fake.routing
+
+
+@BOTH
+def test_a_later_call_that_fails_for_a_swallowed_host_read_is_explained_by_the_end(fake):
+    def forward() -> None:
+        with contextlib.suppress(RuntimeError):
+            fake.host_read()
+        if capturing(fake):
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling a product")
+
+    with pytest.raises(UnsupportedOperationError, match=r"the code went on. \[.*CUBLAS") as caught:
+        captured(fake, forward=forward)
+    assert "CUBLAS" in str(caught.value.__cause__)
+
+
+REFUSAL = """
+def refuse(*_, **__):
+    raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("target.tolist()", HostReadError),
+        ("'Ä'; target.tolist(); target.copy_(host)", HostReadError),
+        ("size = len(\n  [\n    target\n    .tolist()\n  ]\n)", HostReadError),
+        ("target.to('cpu', non_blocking=True)", HostReadError),
+        ("target.copy_(host)", UnsupportedOperationError),
+        ("target.copy_(host.tolist())", UnsupportedOperationError),
+        ("target.copy_(\n  host\n  .tolist()\n)", UnsupportedOperationError),
+    ],
+)
+def test_copies_to_and_from_the_host_are_told_apart_by_the_call(tmp_path, code, kind):
+    """PyTorch says the same of both."""
+    inside: dict[str, Any] = {"__name__": "torch.inside"}
+    exec(REFUSAL, inside)
+    refuse = inside["refuse"]
+    target = SimpleNamespace(tolist=refuse, copy_=refuse, to=refuse)
+    path = tmp_path / "model.py"
+    path.write_text(code)
+    names = {"__name__": "model", "target": target, "host": torch.ones(2)}
+    with pytest.raises(RuntimeError) as caught:
+        exec(compile(code, str(path), "exec"), names)
+    error = explained(GraphKey("toy", "image", 8), caught.value, "capture")
+    assert type(error) is kind
+    assert f"{path}:" in str(error)
 
 
 @BOTH
@@ -533,7 +581,7 @@ def test_a_pool_can_be_used_again_after_clear(fake):
 
 
 def test_a_new_owner_gets_the_stream_of_one_that_is_gone(fake):
-    """A stream's BLAS workspace outlives its graphs: a new stream each time would leave them all."""
+    """A stream's BLAS workspace can outlive its graphs: new streams would leave them all."""
     streams = set()
     for _ in range(3):
         graph = captured(fake)
@@ -562,10 +610,10 @@ def test_two_owners_at_a_time_have_pools_of_their_own(fake):
 
 def test_a_pool_that_could_not_end_a_capture_goes_to_nobody_else(fake, monkeypatch):
     first = captured(fake)
-    with monkeypatch.context() as patch, pytest.raises(HostReadError):
-        patch.setattr(fake.cuda, "graph_pool_handle", lambda: first.pool.id)
-        captured(fake, forward=fake.host_read, pool=first.pool)
     stuck = first.pool
+    monkeypatch.setattr(fake.cuda, "graph_pool_handle", lambda: stuck.id)
+    with pytest.raises(HostReadError):
+        captured(fake, forward=fake.host_read, pool=stuck)
     plugin.graphhal_release([first])
     assert captured(fake).pool is not stuck
 
