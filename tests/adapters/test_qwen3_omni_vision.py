@@ -210,6 +210,9 @@ def test_non_contiguous_pixels_give_the_same_result(tower, encode):
     wide[:, ::2] = pixels
     for strided in (wide[:, ::2], pixels.T.contiguous().T):
         assert not strided.is_contiguous()
+        items = adapter.item_specs(request)
+        eager = adapter.eager_inputs(request | {"pixel_values": strided}, items)
+        assert eager["pixel_values"].is_contiguous()
         again = encode(adapter, request | {"pixel_values": strided})
         assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
     capacity = capacity_of(adapter, "image", 16)
