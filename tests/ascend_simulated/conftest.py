@@ -17,14 +17,22 @@ else:
     from graphhal.platform import Platform, PlatformInfo
     from tests.ascend_simulated import simulator
 
-    # torch_npu warns on first use of a pool, of a device without CANN's home, and the like.
-    pytestmark_filter = "ignore"
+    _as_usual = torch.Tensor.__repr__
+
+    def _shown(tensor: torch.Tensor, *arguments: Any, **options: Any) -> str:
+        """A failing test prints its tensors; printing one computes on the device."""
+        if tensor.device.type == "npu":
+            return f"<{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}>"
+        return _as_usual(tensor, *arguments, **options)
+
+    torch.Tensor.__repr__ = _shown  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ascend_simulated" in str(item.path):
             item.add_marker(pytest.mark.simulated)
+            # torch_npu warns on first use of a pool, of a device without CANN's home, and so on.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 

@@ -23,6 +23,20 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "subtract": lambda x, y, i: 1 - x - y,
     "multiply, divide": lambda x, y, i: x * y / (y + 1),
     "floor divide, remainder": lambda x, y, i: (i * 7) // 2 + (i * 7) % 3,
+    "in place": lambda x, y, i: x.clone().add_(y).mul_(y).sub_(y).div_(y).add_(1).mul_(3).div_(2),
+    "in place, unary": lambda x, y, i: y.clone().sub_(0.1).sqrt_().exp_().clamp_(min=1, max=3),
+    "in place, bounds": lambda x, y, i: x.clone().clamp_min_(y * 0.1),
+    "filling": lambda x, y, i: torch.ones_like(x) + torch.zeros_like(x) + x.clone().fill_(y[0, 0]),
+    "signs": lambda x, y, i: -x + x.floor() + x.round() + x.flip(0) / 3,
+    "minima": lambda x, y, i: torch.minimum(x, y) + x.min(),
+    "more comparison": lambda x, y, i: (
+        (x != y).float() + (x < y).float() + (x > y).float() + (x <= y).float() + (x <= 0).float()
+        + (x != 0).float() + (i == 3).sum() + (x >= 0).float() + (x > 0).logical_not().float()
+        + torch.logical_and(x > 0, y > 1).float() + torch.logical_or(x > 0, y > 2).float()
+        + (~(x > 1)).float() + x.isfinite().float()
+    ),
+    "remainders": lambda x, y, i: (i * 7) % (i + 1) + (i * 7) // (i + 1),
+    "matrix product": lambda x, y, i: torch.bmm(x[None], y.T[None])[0] + torch.mm(x, y.T),
     "power": lambda x, y, i: y**2 + x**3,
     "unary": lambda x, y, i: x.exp() + x.sin() + x.cos() + x.tanh() - x.abs() + y.sqrt(),
     "reciprocals": lambda x, y, i: y.rsqrt() + y.reciprocal() + x.erf() + x.sigmoid(),
@@ -66,6 +80,14 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def launched_directly() -> Iterator[None]:
+    """Failing launches raise where they happen, and do not end all computing in this process."""
+    with direct_launches():
+        yield
+
+
+@pytest.mark.usefixtures("launched_directly")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_kernel_computes_what_pytorch_computes(name: str) -> None:
     expected = OPERATORS[name](X, Y, INDEX)
@@ -95,13 +117,6 @@ def test_fused_attention_attends_within_sequences(
         )
     tolerance = 1e-6 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(out.cpu().float(), torch.cat(parts), rtol=tolerance, atol=tolerance)
-
-
-@pytest.fixture
-def launched_directly() -> Iterator[None]:
-    """Failing launches raise where they happen, and do not end all computing in this process."""
-    with direct_launches():
-        yield
 
 
 @pytest.mark.usefixtures("launched_directly")
