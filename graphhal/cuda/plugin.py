@@ -102,13 +102,22 @@ def graphhal_capture(request: "CaptureRequest") -> "CapturedGraph":
 @hookimpl
 def graphhal_replay(graph: "CapturedGraph") -> None:
     """Launch on the caller's stream."""
-    _graph().replay(graph)
+    try:
+        graph.handle.launch()
+    except (AttributeError, RuntimeError) as error:
+        raise _graph().refused(graph, error) from error
 
 
 @hookimpl
 def graphhal_update_boundaries(graph: "CapturedGraph", boundaries: "HostUpdate") -> None:
-    """One copy of the packed block, before the replay."""
-    _graph().update_boundaries(graph, boundaries)
+    """One copy of the packed block, before the replay.
+
+    From pinned memory it does not wait; PyTorch's host allocator keeps the block until the copy,
+    recorded on the current stream, has run.
+    """
+    packed, block = graph.request.packed, boundaries.block
+    size = block.numel()
+    (packed if packed.numel() == size else packed[:size]).copy_(block, non_blocking=True)
 
 
 @hookimpl

@@ -42,8 +42,7 @@ was done. So graphs are released before `destroy_process_group`, and at exit bef
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphhal import stream_capture
 from graphhal.errors import UnsupportedOperationError
-from graphhal.platform import CapturedGraph, CaptureRequest, StepKind, StepScope
+from graphhal.platform import CapturedGraph, CaptureRequest
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +59,9 @@ ATTEMPTS = 3
 CORRUPTS_REPLAYS = ((7, 2, 0), (7, 2, 3))
 HONOURS_THREADS = (7, 2, 1)
 
-replay = stream_capture.replay
-update_boundaries = stream_capture.update_boundaries
+step = stream_capture.step
+release = stream_capture.release
+refused = stream_capture.refused
 
 
 def runtime_problem(version: Sequence[int], architecture: str) -> str | None:
@@ -109,18 +109,6 @@ def capture(request: CaptureRequest) -> CapturedGraph:
             graph.request = request
             return graph
     raise AssertionError("unreachable")
-
-
-def step(
-    kind: StepKind, graph: CapturedGraph | None, inputs: Mapping[str, torch.Tensor]
-) -> AbstractContextManager[StepScope] | None:
-    """Scope of one replay or eager call; None while an outer capture runs."""
-    return stream_capture.step(kind, graph, inputs)
-
-
-def release(graphs: Sequence[CapturedGraph]) -> None:
-    """Destroy graphs. Safe twice, safe after the device is gone."""
-    stream_capture.release(graphs)
 
 
 def _ended_from_outside(error: UnsupportedOperationError) -> bool:

@@ -24,16 +24,15 @@ Facts that decide the shape of this file:
 from graphhal.stream_capture.pool import GraphPool
 from graphhal.stream_capture.profile import profile
 from graphhal.stream_capture.recording import Recording, capture, release, release_all
-from graphhal.stream_capture.steps import replay, step, update_boundaries
+from graphhal.stream_capture.steps import refused, step
 
 __all__ = [
     "GraphPool",
     "Recording",
     "capture",
     "profile",
+    "refused",
     "release",
     "release_all",
-    "replay",
     "step",
-    "update_boundaries",
 ]

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -224,32 +224,42 @@ class GraphPool:
 
 
 class ReplayScope:
-    """The caller's stream, after the pool's last use; entered once per replay."""
+    """The caller's stream, after the pool's last use; entered once per replay.
 
-    __slots__ = ("_caller", "_pool")
+    Its time is every request's: what it calls is bound once.
+    """
+
+    __slots__ = ("_acquire", "_caller", "_current", "_device", "_empty", "_pool", "_release")
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
+        self._device = pool.device
         self._caller: StreamKey = (0, 0, 0)
+        self._acquire, self._release = pool.lock.acquire, pool.lock.release
+        self._current: Callable[[int], StreamKey] = torch._C._cuda_getCurrentStream
+        self._empty = torch.empty
 
     def __enter__(self) -> "ReplayScope":
-        pool = self._pool
-        pool.lock.acquire()
-        self._caller = caller = pool.current()
-        if caller != pool._last:
-            pool.wait_for_last_use(caller)
+        self._acquire()
+        try:
+            pool = self._pool
+            self._caller = caller = self._current(pool.index)
+            if caller != pool._last:
+                pool.wait_for_last_use(caller)
+        except BaseException:
+            self._release()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        pool = self._pool
         try:
-            pool.used_on(self._caller)
+            self._pool.used_on(self._caller)
         finally:
-            pool.lock.release()
+            self._release()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory of the caller, outside the pool, on the caller's stream."""
-        return torch.empty(shape, dtype=dtype, device=self._pool.device)
+        return self._empty(shape, dtype=dtype, device=self._device)
 
 
 class EagerScope:

@@ -5,14 +5,17 @@ from collections.abc import Mapping
 import torch
 
 from graphhal.errors import ReplayError
-from graphhal.platform import CapturedGraph, HostUpdate, StepKind
+from graphhal.platform import CapturedGraph, StepKind
 from graphhal.stream_capture.pool import EagerScope, GraphPool, PlainScope, ReplayScope, pools
 
 
 def step(
     kind: StepKind, graph: CapturedGraph | None, inputs: Mapping[str, torch.Tensor]
 ) -> ReplayScope | EagerScope | PlainScope | None:
-    """Scope of one replay or eager call; None where a replay may not happen now."""
+    """Scope of one replay or eager call; None where a replay may not happen now.
+
+    A reference runs outside the pool: what it takes can be given back, and the pool does not grow.
+    """
     outer = torch._C._cuda_isCurrentStreamCapturing()
     if kind == "replay":
         if graph is None or outer:
@@ -25,7 +28,7 @@ def step(
     device = next((tensor.device for tensor in inputs.values()), None)
     if device is None or device.index is None:
         device = torch.device("cuda", torch._C._cuda_getDevice())
-    found = None if outer else _pool_on(device.index)
+    found = None if outer or kind == "reference" else _pool_on(device.index)
     if found is None:
         return PlainScope(device)
     if found.unchecked:
@@ -40,26 +43,11 @@ def _pool_on(index: int) -> GraphPool | None:
     return max(candidates, key=lambda pool: pool.graphs, default=None)
 
 
-def replay(graph: CapturedGraph) -> None:
-    """Launch a graph on the current stream.
+def refused(graph: CapturedGraph, error: Exception) -> ReplayError:
+    """Why a graph could not be launched.
 
-    Raises:
-        ReplayError: it was released, or the device refused.
+    Plugins launch `graph.handle` themselves: each call in between would cost every request.
     """
-    try:
-        graph.handle.launch()
-    except AttributeError as error:
-        raise ReplayError(f"{graph.key} was released; capture it again") from error
-    except RuntimeError as error:
-        raise ReplayError(f"{graph.key}: the device refused the launch: {error}") from error
-
-
-def update_boundaries(graph: CapturedGraph, update: HostUpdate) -> None:
-    """Queue the one copy that carries boundaries and all other host metadata.
-
-    From pinned memory it does not wait; PyTorch's host allocator keeps the block until the copy,
-    recorded on the current stream, has run.
-    """
-    packed, block = graph.request.packed, update.block
-    size = block.numel()
-    (packed if packed.numel() == size else packed[:size]).copy_(block, non_blocking=True)
+    if graph.handle is None or isinstance(error, AttributeError):
+        return ReplayError(f"{graph.key} was released; capture it again")
+    return ReplayError(f"{graph.key}: the device refused the launch: {error}")

@@ -381,6 +381,23 @@ def test_an_error_inside_a_step_releases_the_pool(fake):
     assert done == [True]
 
 
+def test_a_device_that_fails_as_a_step_begins_leaves_the_pool_to_others(fake, monkeypatch):
+    graph = captured(fake)
+
+    def fail(_):
+        raise RuntimeError("CUDA error: device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph.pool, "wait_for_last_use", fail)
+        with pytest.raises(RuntimeError, match="gone"), fake.stream_context(fake.Stream()):
+            plugin.graphhal_step("replay", graph, {}, {}).__enter__()
+    free: list[bool] = []
+    other = threading.Thread(target=lambda: free.append(graph.pool.lock.acquire(timeout=1)))
+    other.start()
+    other.join()
+    assert free == [True]
+
+
 def test_boundaries_travel_in_one_copy_of_the_block(fake):
     graph = captured(fake)
     block = torch.arange(8, dtype=torch.uint8)
@@ -460,6 +477,17 @@ def test_eager_without_graphs_is_left_alone(fake):
         assert fake.current().stream_id == 0
         scope.empty((2,), torch.float32)
     assert fake.log == ["empty pool=False stream=0"]
+
+
+def test_a_reference_runs_outside_the_pool_on_the_callers_stream(fake):
+    captured(fake)
+    caller = fake.Stream()
+    with fake.stream_context(caller), plugin.graphhal_step("reference", None, {}, {}) as scope:
+        assert fake.current() == caller
+        assert fake.routed() is None
+        fake.log.clear()
+        scope.empty((2, 2), torch.float32)
+        assert fake.log == [f"empty pool=False stream={caller.stream_id}"]
 
 
 def test_out_of_memory_in_the_pool_sends_the_next_eager_call_outside(fake):
