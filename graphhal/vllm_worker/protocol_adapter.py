@@ -27,7 +27,9 @@ MARKER = "graph_number"
 EAGER = "eager_request"
 """The input that tells `forward` to run the model's own eager code."""
 CAPTURE_INPUTS = "graphhal_capture_inputs"
-"""The key of an example that stands for the model's own dummy inputs."""
+"""The key of an example's items where its values are the model's own dummy inputs."""
+CAPTURE_VALUES = "graphhal_capture_values"
+"""The key of those values; models fill them at random, the example's seed decides how."""
 BOUNDS = {
     "cu_seqlens": ("max_seqlen", "max_seqlen_full"),
     "cu_window_seqlens": ("max_seqlen_window",),
@@ -301,7 +303,8 @@ class ProtocolAdapter(EncoderAdapter):
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], captured: _Captured
     ) -> Mapping[str, torch.Tensor | None]:
         if CAPTURE_INPUTS in mm_kwargs:
-            return self._own_inputs(items)
+            own: Mapping[str, torch.Tensor | None] = mm_kwargs[CAPTURE_VALUES]
+            return own
         subset = self._subset(mm_kwargs, items)
         values: Mapping[str, torch.Tensor | None] = (
             self.model.prepare_encoder_cudagraph_replay_buffers(
@@ -309,10 +312,6 @@ class ProtocolAdapter(EncoderAdapter):
             ).values
         )
         return values
-
-    def _own_inputs(self, items: Sequence[ItemSpec]) -> dict[str, torch.Tensor | None]:
-        """The model's own dummy inputs for an example's only item, seeded by the model."""
-        return self.model_inputs(items[0].tokens, _axes_of(items[0]), self.path_name)
 
     def _subset(self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]) -> Mapping[str, Any]:
         """The kwargs of these items: all of them as they came, or the model's selection."""
@@ -369,7 +368,8 @@ class ProtocolAdapter(EncoderAdapter):
             raise AdapterError(f"{self.name}: an eager forward needs a request")
         (mm_kwargs, items), self._request = self._request, None
         if CAPTURE_INPUTS in mm_kwargs:
-            values = {k: v for k, v in self._own_inputs(items).items() if v is not None}
+            own = mm_kwargs[CAPTURE_VALUES]
+            values = {name: value for name, value in own.items() if value is not None}
             output = self.model.encoder_cudagraph_forward(values, path=self.path_name)
             return _exactly(output, items[0].tokens)
         subset = self._subset(mm_kwargs, items)
@@ -381,7 +381,11 @@ class ProtocolAdapter(EncoderAdapter):
         grids = self._grids()
         if grids is not None:
             return grids.request(items, seed, self.device)
-        return {CAPTURE_INPUTS: tuple(items)}
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.manual_seed(seed)
+            values = self.model_inputs(items[0].tokens, _axes_of(items[0]), self.path_name)
+        return {CAPTURE_INPUTS: tuple(items), CAPTURE_VALUES: values}
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
         """Full, one short of full, many small ones, where the model takes grids; else one full."""

@@ -1,0 +1,302 @@
+"""Small models with vLLM's encoder-graph protocol, one for each of its special cases."""
+
+import types
+from typing import Any
+
+import torch
+
+AXIS_KEYS = "encoder_cudagraph_axis_keys"
+
+
+def spec(input_size: int, output_tokens: int, **paths: int) -> Any:
+    return types.SimpleNamespace(
+        input_size=input_size, output_tokens=output_tokens, path_output_tokens=paths
+    )
+
+
+def config(**changes: Any) -> Any:
+    known = {
+        "modalities": ["image"],
+        "buffer_keys": ["pixel_values"],
+        "out_hidden_size": 6,
+        "padding_logics": {},
+        "max_frames_per_video": 1,
+        "paths": {},
+        "capture_axes": (),
+    }
+    return types.SimpleNamespace(**(known | changes))
+
+
+class Base(torch.nn.Module):
+    """Images of 4 rows of 8 numbers, each row one token of width 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = torch.nn.Linear(8, 6)
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        return config()
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        return "image"
+
+    def get_max_frames_per_video(self) -> int:
+        return 1
+
+    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+        return (4, 32)
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        return [spec(4, 4) for _ in mm_kwargs["pixel_values"]]
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        return {"pixel_values": mm_kwargs["pixel_values"][indices]}
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        images = max(1, token_budget // 4)
+        return types.SimpleNamespace(values={"pixel_values": torch.randn(images, 4, 8)})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self,
+        mm_kwargs: dict[str, Any],
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        path: str = "default",
+    ) -> Any:
+        return types.SimpleNamespace(values={"pixel_values": mm_kwargs["pixel_values"]})
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return self.tower(inputs["pixel_values"]).flatten(0, 1)
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        return self.tower(mm_kwargs["pixel_values"]).flatten(0, 1)
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, torch.Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: Any,
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        at = 0
+        for index in indices:
+            dest[index] = outputs["default"][at : at + per_item_out_tokens[index]]
+            at += per_item_out_tokens[index]
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        return list(self.tower(mm_kwargs["pixel_values"]))
+
+
+class TwoPaths(Base):
+    """A whole picture (4 tokens) and 0 or more crops (2 tokens each), assembled afterwards."""
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        rule = types.SimpleNamespace
+        return config(
+            paths={
+                "global": rule(min_token_budget=4, allow_zero_tokens=False),
+                "local": rule(min_token_budget=2, allow_zero_tokens=True),
+            }
+        )
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        return [spec(4, 4 + 2 * n, **{"global": 4, "local": 2 * n}) for n in mm_kwargs["num_crops"]]
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        crops = mm_kwargs["crops"].split(mm_kwargs["num_crops"])
+        return {
+            "pixel_values": mm_kwargs["pixel_values"][indices],
+            "crops": torch.cat([crops[i] for i in indices]),
+            "num_crops": [mm_kwargs["num_crops"][i] for i in indices],
+        }
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        if path == "global":
+            return types.SimpleNamespace(
+                values={"pixel_values": torch.randn(token_budget // 4, 4, 8)}
+            )
+        return types.SimpleNamespace(values={"crops": torch.randn(token_budget // 2, 2, 8)})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], items: int, frames: int, path: str = "default"
+    ) -> Any:
+        key = "pixel_values" if path == "global" else "crops"
+        return types.SimpleNamespace(values={key: mm_kwargs[key]})
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return self.tower(inputs["pixel_values" if path == "global" else "crops"]).flatten(0, 1)
+
+    encoder_eager_forward = encoder_cudagraph_forward  # type: ignore[assignment]
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, torch.Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: Any,
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        assert batch_mm_kwargs is not None
+        first = 0
+        for at, index in enumerate(indices):
+            crops = 2 * batch_mm_kwargs["num_crops"][at]
+            parts = [outputs["global"][4 * at : 4 * at + 4]]
+            if crops:
+                parts.append(outputs["local"][first : first + crops])
+            first += crops
+            dest[index] = torch.cat(parts)
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        crops = mm_kwargs["crops"].split(mm_kwargs["num_crops"])
+        return [
+            torch.cat([self.tower(picture), self.tower(own).flatten(0, 1)])
+            for picture, own in zip(mm_kwargs["pixel_values"], crops, strict=True)
+        ]
+
+
+class PaddedPositions(Base):
+    """A tower that adds a table's row for each position; -1 means: none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 6)
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        def pad(target: torch.Tensor, source: torch.Tensor) -> None:
+            target.fill_(-1)
+            target[: len(source), : source.shape[1]].copy_(source)
+
+        return config(padding_logics={"positions": pad})
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        return {name: value[indices] for name, value in mm_kwargs.items()}
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        images = max(1, token_budget // 4)
+        return types.SimpleNamespace(
+            values={
+                "pixel_values": torch.randn(images, 4, 8),
+                "positions": torch.full((images, 4), -1),
+                "unused": None,
+            }
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *rest: Any
+    ) -> Any:
+        return types.SimpleNamespace(values=dict(mm_kwargs))
+
+    def _encode(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.tower(inputs["pixel_values"]) + self.table(inputs["positions"] + 1)
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return self._encode(inputs).flatten(0, 1)
+
+    encoder_eager_forward = encoder_cudagraph_forward  # type: ignore[assignment]
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        return list(self._encode(mm_kwargs))
+
+
+class CaptureAxes(Base):
+    """The tower scales by a number that is baked at capture: 1, 2 or 3, the group's largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured_with: list[Any] = []
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        return config(capture_axes=((1, 2, 3),))
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        scales = [mm_kwargs["scales"][i] for i in indices]
+        return {
+            "pixel_values": mm_kwargs["pixel_values"][indices],
+            "scales": scales,
+            AXIS_KEYS: (max(scales),),
+        }
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        (scale,) = axis_keys
+        self.captured_with.append((token_budget, scale))
+        images = max(1, token_budget // 4)
+        values = {"pixel_values": torch.randn(images, 4, 8), "scale": torch.zeros(scale)}
+        return types.SimpleNamespace(values=values)
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], items: int, frames: int, path: str = "default"
+    ) -> Any:
+        scale = torch.zeros(max(mm_kwargs["scales"]))
+        return types.SimpleNamespace(
+            values={"pixel_values": mm_kwargs["pixel_values"], "scale": scale}
+        )
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        scale = len(inputs["scale"])  # a host number, baked
+        return self.tower(inputs["pixel_values"]).flatten(0, 1) * scale
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        return torch.cat(self.embed_multimodal(**mm_kwargs))
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        return list(self.tower(mm_kwargs["pixel_values"]) * max(mm_kwargs["scales"]))

@@ -1,0 +1,153 @@
+"""Special cases of vLLM's encoder-graph protocol: paths, axes, padding, rounding, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+
+def executor_for(engine: Any, model: Any) -> Any:
+    from graphhal.vllm_worker import executor
+
+    engine.compilation_config.encoder_cudagraph_token_budgets = []
+    engine.additional_config["graphhal"]["self_check"] = "full"
+    made = executor.build(engine, torch.device("cpu"), torch.float32, model)
+    made.capture(None)
+    return made
+
+
+def equal(ours: Any, theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_rows_of_a_fixed_size_keep_vllms_ladder(engine: Any) -> None:
+    from protocol_models import Base
+
+    model = Base()
+    served = executor_for(engine, model)
+    assert served.token_budgets == [4, 8, 16, 32]
+    for images in (1, 2, 3, 4):
+        group = {"pixel_values": torch.randn(images, 4, 8)}
+        assert equal(served.execute(group), model.embed_multimodal(**group))
+    assert served.execute({"pixel_values": torch.randn(9, 4, 8)}) is None
+    assert served.stats()["graph_misses"] == 9
+
+
+def test_several_paths_are_replayed_together(engine: Any) -> None:
+    from protocol_models import TwoPaths
+
+    model = TwoPaths()
+    served = executor_for(engine, model)
+    for crops in ([1, 0, 2], [0], [3], [0, 0]):
+        group = {
+            "pixel_values": torch.randn(len(crops), 4, 8),
+            "crops": torch.randn(sum(crops), 2, 8),
+            "num_crops": crops,
+        }
+        ours = served.execute(group)
+        assert ours is not None, served.stats()
+        assert equal(ours, model.embed_multimodal(**group))
+    replays = served.stats()["replays"]
+    assert any("local" in key for key in replays)
+    assert any("global" in key for key in replays)
+
+
+def test_one_path_too_large_makes_the_whole_group_eager(engine: Any) -> None:
+    from protocol_models import TwoPaths
+
+    model = TwoPaths()
+    served = executor_for(engine, model)
+    group = {
+        "pixel_values": torch.randn(1, 4, 8),
+        "crops": torch.randn(40, 2, 8),
+        "num_crops": [40],
+    }
+    assert served.execute(group) is None
+
+
+def test_padding_logic_of_the_model_is_used(engine: Any) -> None:
+    from protocol_models import PaddedPositions
+
+    model = PaddedPositions()
+    served = executor_for(engine, model)
+    assert served.stats()["dropped"] == []
+    for images in (1, 3):
+        group = {
+            "pixel_values": torch.randn(images, 4, 8),
+            "positions": torch.randint(0, 8, (images, 4)),
+        }
+        assert equal(served.execute(group), model.embed_multimodal(**group))
+
+
+def test_every_combination_of_capture_axes_has_its_graph(engine: Any) -> None:
+    from protocol_models import CaptureAxes
+
+    model = CaptureAxes()
+    served = executor_for(engine, model)
+    assert served.get_num_graphs_to_capture() == 4 * 3
+    for scales in ([1], [3, 1], [2, 2, 1]):
+        group = {"pixel_values": torch.randn(len(scales), 4, 8), "scales": scales}
+        assert equal(served.execute(group), model.embed_multimodal(**group))
+    assert served.stats()["graph_misses"] == 0
+
+
+def test_axes_that_were_not_captured_run_eagerly(engine: Any) -> None:
+    from protocol_models import CaptureAxes
+
+    model = CaptureAxes()
+    served = executor_for(engine, model)
+    assert served.execute({"pixel_values": torch.randn(1, 4, 8), "scales": [7]}) is None
+
+
+def test_a_buffer_without_a_value_is_refused_not_stale(engine: Any) -> None:
+    from protocol_models import PaddedPositions
+
+    model = PaddedPositions()
+    served = executor_for(engine, model)
+    full = {"pixel_values": torch.randn(1, 4, 8), "positions": torch.zeros(1, 4, dtype=torch.long)}
+    assert served.execute(full) is not None
+    assert served.execute({"pixel_values": torch.randn(1, 4, 8)}) is None
+
+
+def test_a_tower_whose_graph_differs_from_eager_loses_it(engine: Any) -> None:
+    from protocol_models import Base
+
+    class Differs(Base):
+        def encoder_cudagraph_forward(self, inputs: Any, path: str = "default") -> torch.Tensor:
+            noise = torch.rand(1, 6, device=inputs["pixel_values"].device)
+            return super().encoder_cudagraph_forward(inputs, path) + noise
+
+    served = executor_for(engine, Differs())
+    assert served.stats()["graph_count"] == 0
+    assert served.execute({"pixel_values": torch.randn(1, 4, 8)}) is None
+
+
+def test_the_old_spelling_of_two_paths() -> None:
+    import types
+
+    from graphhal.vllm_worker.protocol import Dialect
+
+    old = types.SimpleNamespace(
+        enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100
+    )
+    dialect = Dialect()
+    paths = dialect.paths(old)
+    assert (paths["global"].minimum, paths["local"].minimum) == (272, 100)
+    assert dialect.axes(old) == ()
+    spec = types.SimpleNamespace(
+        output_tokens=372, global_output_tokens=272, local_output_tokens=100
+    )
+    assert dialect.path_tokens(spec, "local") == 100
+
+    class Old:
+        def postprocess_encoder_output(
+            self, output: Any, indices: Any, tokens: Any, dest: Any, clone: bool = False,
+            batch_mm_kwargs: Any = None, local_output: Any = None,
+        ) -> None:  # fmt: skip
+            dest[0] = (output, local_output)
+
+    assert dialect.postprocess(Old(), {"global": 1, "local": 2}, [372], {}) == [(1, 2)]  # type: ignore[dict-item]
