@@ -35,7 +35,8 @@ ONLY_IMPORTERS = {
 ORDER = (
     {"errors"},
     {"boundaries", "items", "settings", "peers", "weights"},
-    {"plan", "stats"},
+    {"cost_table", "stats"},
+    {"plan"},
     {"platform"},
     {"adapter", "hookspecs", "stream_capture", "outputs"},
     {"arena"},
