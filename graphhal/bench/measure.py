@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphhal.graph_set import Progress
     from graphhal.settings import Settings
 
-SECONDS_PER_INPUT = 2.0
+SECONDS_PER_INPUT = 1.0
 """An input is repeated less often where its repeats would take longer."""
 FEWEST_REPEATS = 3
 
