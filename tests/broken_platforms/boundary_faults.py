@@ -60,16 +60,14 @@ class CachesItsPlanByCount(TapePlatform):
 
     @hookimpl
     def graphhal_update_boundaries(self, graph, boundaries):
-        inputs = graph.request.inputs
-        kept = {name: view.clone() for name, view in inputs.items() if name in (FULL, WINDOWED)}
-        plans = graph.handle.__dict__.setdefault(
-            "plans", {name: len(ends.ends) for name, ends in graph.request.boundaries.items()}
-        )
         super().graphhal_update_boundaries(graph, boundaries)
+        plans = graph.handle.__dict__.setdefault("plans", dict(graph.request.boundaries))
         for name, ends in boundaries.boundaries.items():
-            if name in inputs and plans[name] == len(ends.ends):
-                inputs[name].copy_(kept[name])
-            plans[name] = len(ends.ends)
+            if len(ends.ends) == len(plans[name].ends):
+                cached = torch.from_numpy(plans[name].cu_seqlens.copy())
+                graph.request.inputs[name].copy_(cached)
+            else:
+                plans[name] = ends
 
 
 @caught_by("fewer_sequences_leave_no_tail")
@@ -112,19 +110,13 @@ class ForgetsThePadding(TapePlatform):
 
 @caught_by("a_full_graph_has_empty_slots")
 class IsOffByOneRow(TapePlatform):
-    updated = False
-
-    @hookimpl
-    def graphhal_update_boundaries(self, graph, boundaries):
-        super().graphhal_update_boundaries(graph, boundaries)
-        self.updated = True
+    """Graphs with attention, which have many operators, lose their last row."""
 
     @hookimpl
     def graphhal_replay(self, graph):
         super().graphhal_replay(graph)
-        if self.updated:
+        if len(graph.handle.launches) > 20:
             graph.request.output[-1].zero_()
-        self.updated = False
 
 
 @caught_by("two_layers_have_their_own_ends")
