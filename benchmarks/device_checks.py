@@ -1,23 +1,30 @@
 """Checks of platform cuda (and of rocm's code) that need a real NVIDIA GPU.
 
-    python benchmarks/device_checks.py [--only NAME ...] [--list]
+    python benchmarks/device_checks.py [--only NAME ...] [--all-in-processes] [--list]
 
-Prints a line per check, then a table; exit code 1 if any failed. Needs torch, numpy, pluggy,
-pydantic and pydantic-settings, and nothing of pytest. Checks of rocm run its code through
-PyTorch's shared API on NVIDIA with AITER replaced by a strict stand-in, and say so.
+Prints a line per check, then a table; exit code 1 if any failed. `--all-in-processes` gives each
+check a process of its own, several at a time, and those that measure the device to themselves, so
+that a crash costs one check and the end of every process is checked, too.
+
+Needs torch, numpy, pluggy, pydantic and pydantic-settings, and nothing of pytest. Checks of rocm
+run its code through PyTorch's shared API on NVIDIA with AITER replaced by a strict stand-in, and
+say so.
 """
 
 import argparse
 import contextlib
 import gc
 import logging
+import os
 import random
+import re
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,10 +52,18 @@ MIB = 2**20
 HEADS, HEAD_DIM, LAYERS = 8, 72, 4
 WIDTH = HEADS * HEAD_DIM
 CHECKS: dict[str, Callable[[], str]] = {}
+ALONE: set[str] = set()
+PROCESS_SECONDS = 90
 
 
 def check(function: Callable[[], str]) -> Callable[[], str]:
     CHECKS[function.__name__] = function
+    return function
+
+
+def alone(function: Callable[[], str]) -> Callable[[], str]:
+    """Measures time or the device's free memory: no other process may use the device meanwhile."""
+    ALONE.add(function.__name__)
     return function
 
 
@@ -97,7 +112,7 @@ class Ladder:
     def __init__(self, plugin: ModuleType, tower: Any, largest: int, slots: int = 8) -> None:
         dtype = torch.bfloat16
         self.plugin, self.tower, self.slots = plugin, tower, slots
-        self.input = torch.zeros((largest, WIDTH), dtype=dtype, device=DEVICE)
+        self.input = random_rows(largest, 7)  # of zeros, every wrong graph makes the right zeros
         self.output = torch.zeros((largest, WIDTH), dtype=dtype, device=DEVICE)
         self.packed = torch.zeros(4 * (slots + 1), dtype=torch.uint8, device=DEVICE)
         self.cu_seqlens = self.packed.view(torch.int32)
@@ -149,9 +164,15 @@ class Ladder:
             result.copy_(graph.request.output[:count])
         return result
 
-    def eager(self, data: torch.Tensor, lengths: list[int], kept: list[Any] | None = None) -> Any:
+    def eager(
+        self,
+        data: torch.Tensor,
+        lengths: list[int],
+        kept: list[Any] | None = None,
+        kind: str = "eager",
+    ) -> Any:
         bounds = Boundaries.from_lengths(lengths)
-        with self.plugin.graphhal_step("eager", None, {}, {}) as entered, torch.no_grad():
+        with self.plugin.graphhal_step(kind, None, {}, {}) as entered, torch.no_grad():
             ends = torch.from_numpy(bounds.cu_seqlens.copy()).to(DEVICE)
             rows = self.tower(data, ends, max(lengths))
             if kept is not None:
@@ -210,6 +231,15 @@ def plain(made: Ladder, data: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = made.tower(data, ends, max(lengths))
     return result
+
+
+def warm(*sizes: int) -> None:
+    """Pay what a process pays once: kernels, handles and workspaces, loaded on first use."""
+    with ladder(*sizes) as made:
+        for size in sizes:
+            data = random_rows(size, size)
+            got = made.run(size, data, [size])
+            expect(distance(got, plain(made, data, [size])) < 1e-2, f"{size} rows are wrong")
 
 
 def settled_free() -> int:
@@ -290,9 +320,11 @@ def replay_equals_eager() -> str:
     return f"worst relative error {worst:.1e}, bit-equal at {exact} of 6 exactly full replays"
 
 
+@alone
 @check
 def memory_largest_first() -> str:
     sizes = [4096 - 128 * step for step in range(24)]
+    warm(*sizes)
     totals = {}
     for name, order in (("largest first", sizes), ("smallest first", sizes[::-1])):
         before = settled_free()
@@ -339,20 +371,23 @@ def _storm(made: Ladder, rounds: int, seed: int) -> int:
     return sum(distance(got, wanted[number]) > 1e-2 for number, got in results)
 
 
+def storm_without_waits() -> int:
+    """Wrong results where nothing orders the uses of a pool; the process may not survive it."""
+    with ladder(1024, 256, 64) as made:
+        stream_capture.GraphPool.wait_for_last_use = lambda self, key: None  # type: ignore[method-assign]
+        return _storm(made, 300, seed=1)
+
+
 @check
 def hand_over_across_streams() -> str:
     with ladder(1024, 256, 64) as made:
         wrong = _storm(made, 300, seed=1)
         expect(wrong == 0, f"{wrong} of 300 results are wrong")
-        kept = stream_capture.GraphPool.wait_for_last_use
-        stream_capture.GraphPool.wait_for_last_use = lambda self, key: None  # type: ignore[method-assign]
-        try:
-            control = _storm(made, 300, seed=1)
-        finally:
-            stream_capture.GraphPool.wait_for_last_use = kept  # type: ignore[method-assign]
-            torch.cuda.synchronize()
-    return (
-        f"300 replays and eager calls on 4 streams right (control without waits: {control} wrong)"
+    control = python("print('wrong:', checks.storm_without_waits(), flush=True)")
+    output = finished(control, 45)
+    seen = re.search(r"wrong: (\d+)", output)
+    return "300 replays and eager calls on 4 streams right (control without waits: " + (
+        f"{seen[1]} wrong)" if seen else f"exit code {control.returncode})"
     )
 
 
@@ -473,7 +508,7 @@ def _failures(made: Ladder) -> dict[str, tuple[Callable[[], None], type[CaptureE
         "nonzero()": (nonzero, HostReadError),
         "swallowed .item()": (swallowed, UnsupportedOperationError),
         "synchronize()": (synchronizes, HostReadError),
-        "unpinned copy": (unpinned, CaptureError),
+        "unpinned copy": (unpinned, UnsupportedOperationError),
         "unjoined stream": (unjoined, UnsupportedOperationError),
         "no memory in warm-up": (out_of_memory_warming, ResourceExhaustedError),
         "no memory in capture": (out_of_memory_capturing, ResourceExhaustedError),
@@ -511,23 +546,28 @@ def failed_captures_recover() -> str:
     return f"{len(seen)} kinds; {len(recording._abandoned)} ends had to be mended"
 
 
+@alone
 @check
 def failed_first_capture() -> str:
-    before = settled_free()
     made = Ladder(cuda_plugin(), Tower(cuda_attention()), 512)
-    for name, (forward, _) in _failures(made).items():
-        with contextlib.suppress(CaptureError):
-            made.plugin.graphhal_release([made.capture(256, forward)])
-            made.graphs.clear()
-        made.pool = None
-        expect(not torch.cuda.is_current_stream_capturing(), f"capturing after {name}")
-    made.capture(512)
-    data = random_rows(512, 3)
-    expect(distance(made.run(512, data, [512]), plain(made, data, [512])) < 1e-2, "wrong result")
-    made.close()
-    del made, data
-    left = before - settled_free()
-    expect(left < 80 * MIB, f"{left / MIB:.0f} MiB are gone")
+    left = 0
+    for _ in range(2):  # the first round pays what the process pays once
+        before = settled_free()
+        for name, (forward, _kind) in _failures(made).items():
+            made.pool = None
+            with contextlib.suppress(CaptureError):
+                made.plugin.graphhal_release([made.capture(256, forward)])
+                made.graphs.clear()
+            expect(not torch.cuda.is_current_stream_capturing(), f"capturing after {name}")
+        made.capture(512)
+        data = random_rows(512, 3)
+        expect(
+            distance(made.run(512, data, [512]), plain(made, data, [512])) < 1e-2, "wrong result"
+        )
+        made.close()
+        del data
+        left = before - settled_free()
+    expect(left < 48 * MIB, f"{left / MIB:.0f} MiB are gone")
     return f"{left / MIB:.0f} MiB left behind after all kinds without any graph"
 
 
@@ -549,14 +589,18 @@ def dropping_a_graph_keeps_the_others_right() -> str:
     return "workspaces survive the release of other graphs"
 
 
+@alone
 @check
 def pool_is_reused_after_clear() -> str:
+    warm(1024, 64)
     made = Ladder(cuda_plugin(), Tower(cuda_attention()), 1024)
     made.capture(1024)
     made.close()
     base = settled_free()
     pool = made.pool
-    for _ in range(3):
+    for turn in range(4):
+        if turn >= 2:
+            made.pool = None  # as another owner
         made.capture(1024)
         made.capture(64)
         expect(made.pool is pool, "another pool came back")
@@ -574,7 +618,7 @@ def pool_is_reused_after_clear() -> str:
         del graphs, data
     left = base - settled_free()
     expect(left < 8 * MIB, f"{left / MIB:.1f} MiB stay after release")
-    return f"3 rounds; {left / MIB:.1f} MiB left behind; release twice is harmless"
+    return f"4 rounds; {left / MIB:.1f} MiB left behind; release twice is harmless"
 
 
 @check
@@ -624,6 +668,7 @@ def _microseconds(work: Callable[[], Any], count: int = 3000) -> float:
     return 1e6 * best
 
 
+@alone
 @check
 def step_host_cost() -> str:
     with ladder(64) as made:
@@ -653,7 +698,7 @@ def step_host_cost() -> str:
             "one-kernel graph": _microseconds(raw.replay),
         }
         del raw
-    expect(costs["step"] <= 6.0, f"a step costs {costs['step']:.1f} µs, more than 6")
+    expect(costs["step"] <= 15.0, f"a step costs {costs['step']:.1f} µs: does it wait?")
     return ", ".join(f"{name} {cost:.1f}" for name, cost in costs.items()) + " µs"
 
 
@@ -661,19 +706,21 @@ def step_host_cost() -> str:
 def eager_reuses_the_graphs_memory() -> str:
     data = random_rows(4096, 1)
     grown = {}
-    for name in ("in the pool", "outside"):
+    warm(4096, 512)
+    for kind in ("eager", "reference"):
         with ladder(4096, 512) as made:
-            if name == "outside":
-                made.pool.eager_fits = False
             settled_free()
             before = torch.cuda.memory_reserved()
-            got = made.eager(data, [4096])
+            pool_bytes = sum(s["total_size"] for s in made.pool._mem.snapshot())
+            got = made.eager(data, [4096], kind=kind)
             torch.cuda.synchronize()
             segments = made.pool._mem.snapshot()
+            more = sum(s["total_size"] for s in segments) - pool_bytes
+            expect(kind == "eager" or more == 0, f"a reference made the pool grow by {more} bytes")
             start = got.data_ptr()
             inside = any(s["address"] <= start < s["address"] + s["total_size"] for s in segments)
             expect(not inside, "the output lies in the pool")
-            grown[name] = torch.cuda.memory_reserved() - before
+            grown[kind] = torch.cuda.memory_reserved() - before
             expect(distance(got, plain(made, data, [4096])) < 1e-2, "wrong result")
             small = random_rows(512, 3)
             expect(
@@ -681,8 +728,8 @@ def eager_reuses_the_graphs_memory() -> str:
             )
             expect(not made.pool.leaked, "a leftover was seen where there is none")
             del got, segments
-    expect(grown["in the pool"] < 0.5 * grown["outside"], f"grown {grown}")
-    return ", ".join(f"{name}: {size / MIB:.0f} MiB more" for name, size in grown.items())
+    expect(grown["eager"] < 0.5 * grown["reference"], f"grown {grown}")
+    return ", ".join(f"{kind}: {size / MIB:.0f} MiB more" for kind, size in grown.items())
 
 
 @check
@@ -762,9 +809,11 @@ def captures_while_another_thread_copies() -> str:
     return f"8 graphs beside {copies[0]} copies"
 
 
+@alone
 @check
 def memory_profile_predicts() -> str:
     sizes = [4096 - 256 * step for step in range(16)]
+    warm(*sizes)
     made = Ladder(cuda_plugin(), Tower(cuda_attention()), sizes[0])
     before = settled_free()
     started = time.perf_counter()
@@ -773,12 +822,12 @@ def memory_profile_predicts() -> str:
     kept = before - settled_free()
     real = sum(made.capture(size).num_bytes for size in sizes)
     made.close()
-    expect(kept < 80 * MIB, f"the profile kept {kept / MIB:.0f} MiB")
+    expect(kept < 16 * MIB, f"the profile kept {kept / MIB:.0f} MiB")
     expect(abs(profile.settled_bytes - real) < 0.1 * real + 16 * MIB, f"{profile} against {real}")
     expect(set(profile.per_graph) == {GraphKey("checks", "rows", size) for size in sizes}, "keys")
     return (
         f"{profile.settled_bytes / MIB:.0f} MiB predicted, {real / MIB:.0f} taken; transient "
-        f"{profile.transient_bytes / MIB:.0f}; {spent:.2f} s; {kept / MIB:.0f} MiB kept (libraries)"
+        f"{profile.transient_bytes / MIB:.0f}; {spent:.2f} s; {kept / MIB:.0f} MiB kept"
     )
 
 
@@ -820,43 +869,56 @@ def other_device() -> str:
     return "captured and replayed on device 1 while device 0 is current"
 
 
-EXIT = """
-import sys; sys.path.insert(0, {root!r}); sys.path.insert(0, {here!r})
+PRELUDE = """
+import sys; sys.path[:0] = {paths!r}
 import device_checks as checks, torch
+"""
+EXIT = """
 made = checks.Ladder(checks.cuda_plugin(), checks.Tower(checks.cuda_attention()), 512)
 with torch.no_grad():
     made.capture(512); made.capture(64)
 made.eager(checks.random_rows(512, 1), [512])
-{tail}
 """
+FAILS_AND_LEAVES_A_CYCLE = """
+try: made.capture(256, lambda: made.output.sum().item())
+except checks.CaptureError: pass
+made.me = made; del made
+"""
+
+
+def python(code: str) -> "subprocess.Popen[str]":
+    """Another interpreter that runs this, with the checks imported; both outputs in one."""
+    here = Path(__file__).resolve().parent
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE.format(paths=[str(here), str(here.parent)]) + code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finished(process: "subprocess.Popen[str]", seconds: float) -> str:
+    """Output of an interpreter; one that takes longer is killed."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 @check
 def clean_interpreter_exit() -> str:
-    tails = {
-        "held": "",
-        "cycle": "made.me = made; del made",
-        "released": "made.close()",
-        "exception": "raise SystemExit(0)",
-        "failed capture": "\n".join(
-            [
-                "try: made.capture(256, lambda: made.output.sum().item())",
-                "except checks.CaptureError: pass",
-            ]
-        ),
-    }
-    here = Path(__file__).resolve().parent
-    for name, tail in tails.items():
-        code = EXIT.format(root=str(here.parent), here=str(here), tail=tail)
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-        )
-        expect(done.returncode == 0, f"{name}: exit code {done.returncode}: {done.stderr[-400:]}")
-        noise = [line for line in done.stderr.splitlines() if "rror" in line or "terminate" in line]
+    tails = {"held": "", "failed capture and cycle": FAILS_AND_LEAVES_A_CYCLE}
+    running = {name: python(EXIT + tail) for name, tail in tails.items()}
+    for name, process in running.items():
+        output = finished(process, 60)
+        expect(process.returncode == 0, f"{name}: exit code {process.returncode}: {output[-400:]}")
+        noise = [line for line in output.splitlines() if "rror" in line or "terminate" in line]
         expect(not noise, f"{name}: {noise[:3]}")
     return f"{len(tails)} ways to end a process: exit code 0, quiet"
 
 
+@alone
 @check
 def attention_operator_against_wrapper() -> str:
     from graphhal.cuda.attention import PackedAttention, flash_kernel, wrapped_kernel
@@ -1056,14 +1118,58 @@ def rocm_code_releases_before_the_process_group_ends() -> str:
     return "graphs and pool were gone first (AITER stand-in)"
 
 
+def in_processes(names: list[str]) -> int:
+    """Every check in a process of its own; one line each as they end, then one table."""
+
+    def one(name: str) -> tuple[str, int, float, str]:
+        started = time.perf_counter()
+        with subprocess.Popen(
+            [sys.executable, __file__, "--only", name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            output = finished(process, PROCESS_SECONDS)
+            code = process.returncode
+        spent = time.perf_counter() - started
+        told = re.search(rf"^(?:ok|FAILED) +{name} \([^)]*\): (.*)$", output, re.MULTILINE)
+        crash = re.search(r"what\(\): *(.*)|^([\w.]*Error: .*)", output, re.MULTILINE)
+        end = crash[0].strip() if crash else (output.strip().splitlines() or ["no output"])[-1]
+        note = told[1] if told else end
+        if told and code and told[0].startswith("ok"):
+            note = f"died after it had passed: {end}"
+        print(f"{'ok' if code == 0 else 'FAILED':6} {name} (exit code {code}, {spent:.1f} s)")
+        if code:
+            print("\n".join(f"    | {line[:200]}" for line in output.splitlines()[-30:]))
+        sys.stdout.flush()
+        return name, code, spent, note
+
+    workers = max(1, min(8, (os.cpu_count() or 2) // 2))
+    with ThreadPoolExecutor(workers) as pool:
+        rows = list(pool.map(one, [name for name in names if name not in ALONE]))
+    rows += [one(name) for name in names if name in ALONE]
+    width = max(len(name) for name, *_ in rows)
+    print(f"\n{'check':{width}}  exit  seconds  message")
+    for name, code, spent, note in sorted(rows, key=lambda row: names.index(row[0])):
+        print(f"{name:{width}}  {code:4}  {spent:7.1f}  {note[:300]}")
+    failed = sum(code != 0 for _, code, *_ in rows)
+    print(f"{len(rows) - failed} of {len(rows)} checks passed")
+    return 1 if failed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=None, help="names of checks")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(CHECKS), metavar="NAME", help="some checks"
+    )
+    parser.add_argument("--all-in-processes", action="store_true", help="one process per check")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     if options.list:
         print("\n".join(CHECKS))
         return 0
+    if options.all_in_processes:
+        return in_processes([name for name in CHECKS if not options.only or name in options.only])
     if not torch.cuda.is_available():
         print("no CUDA device is visible; nothing was checked")
         return 1

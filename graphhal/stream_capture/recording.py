@@ -182,7 +182,7 @@ def _record(request: CaptureRequest, pool: GraphPool, error_mode: ErrorMode) -> 
         except BaseException as error:  # noqa: BLE001  (raised again below, once the capture has ended)
             failure = error
         try:
-            graph.capture_end()
+            _end(graph)
         except RuntimeError as error:
             end = error
             failure = failure or error
@@ -202,6 +202,12 @@ def _record(request: CaptureRequest, pool: GraphPool, error_mode: ErrorMode) -> 
     raise explained(request.key, failure, "capture", end) from failure
 
 
+def _end(graph: Any) -> None:
+    with warnings.catch_warnings():  # as an error, the warning would leave the capture half ended
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
+
+
 def _mend(graph: Any, pool: GraphPool) -> None:
     """End what a failed `capture_end` left open.
 
@@ -214,17 +220,15 @@ def _mend(graph: Any, pool: GraphPool) -> None:
     spare = torch.cuda.graph_pool_handle()
     try:
         helper.capture_begin(pool=spare, capture_error_mode="relaxed")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                helper.capture_end()
-                helper.reset()
-            else:
-                torch._C._cuda_endAllocateToPool(pool.index, spare)
-                torch._C._cuda_releasePool(pool.index, spare)
-                _abandoned.append(helper)  # the host allocator keeps a pointer to it
+        try:
+            _end(graph)
+        except RuntimeError:
+            _end(helper)
+            helper.reset()
+        else:
+            torch._C._cuda_endAllocateToPool(pool.index, spare)
+            torch._C._cuda_releasePool(pool.index, spare)
+            _abandoned.append(helper)  # the host allocator keeps a pointer to it
         graph.reset()
     except RuntimeError:
         log.warning("a failed capture could not be ended cleanly", exc_info=True)

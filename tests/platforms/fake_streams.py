@@ -8,6 +8,7 @@ and route allocations by thread, and a memory pool must not die before its graph
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -306,6 +307,8 @@ class FakeGraph:
             raise RuntimeError(
                 "CUDA error: operation failed due to a previous error during capture"
             )
+        if not fake.ops:
+            warnings.warn("The CUDA Graph is empty. Wrong device?", stacklevel=1)
         self._clean()
 
     def replay(self) -> None:

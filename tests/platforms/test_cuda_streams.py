@@ -286,6 +286,17 @@ def test_out_of_memory_in_warm_up_is_the_same_error(fake):
     assert not any(line.startswith("begin") for line in fake.log)
 
 
+@BOTH
+def test_a_warning_of_an_empty_graph_is_no_error_where_warnings_are(fake):
+    def forward() -> None:
+        if capturing(fake):
+            raise KeyError("the model's own mistake")
+
+    with pytest.raises(CaptureError, match="KeyError"):
+        captured(fake, forward=forward)
+    assert not fake.routing
+
+
 def test_an_interrupt_passes_through_and_ends_the_capture(fake):
     def forward() -> None:
         if capturing(fake):
