@@ -1,5 +1,6 @@
 """What captures and replays change in a process, and how it is put back, also after a failure."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,17 +17,24 @@ OPTIONS = ("jitCompile", "ALLOW_INTERNAL_FORMAT")
 
 @contextmanager
 def put_back(lane: Lane) -> Iterator[None]:
-    """The caller's stream and dispatch modes afterwards, whatever happened; streams in order."""
+    """The caller's stream and dispatch modes afterwards, whatever happened; streams in order.
+
+    No garbage is collected meanwhile: a graph that dies during a capture would end it.
+    """
     with npu.device(lane.index):
         caller = npu.current_stream()
         depth = torch._C._len_torch_dispatch_stack()
         lane.hand_in(caller)
+        collecting = gc.isenabled()
+        gc.disable()
         try:
             yield
         finally:
             while torch._C._len_torch_dispatch_stack() > depth:
                 torch._C._pop_torch_dispatch_stack(None)
             npu.set_stream(caller)
+            if collecting:
+                gc.enable()
             lane.hand_back(caller)
 
 
@@ -34,8 +42,8 @@ def put_back(lane: Lane) -> Iterator[None]:
 def capture_options() -> Iterator[None]:
     """ACLNN kernels in plain formats, for the time of a capture."""
     former = {name: torch_npu._C._npu_getOption(name) for name in OPTIONS}
-    torch_npu._C._npu_setOption(dict.fromkeys(OPTIONS, "disable"))
     try:
+        torch_npu._C._npu_setOption(dict.fromkeys(OPTIONS, "disable"))
         yield
     finally:
         known = {name: value.decode() for name, value in former.items() if value}

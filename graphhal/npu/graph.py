@@ -9,7 +9,6 @@ order. Facts about torch_npu that shape this one:
   captures and replays launch directly (`capture_state.direct_launches`).
 """
 
-import gc
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -59,7 +58,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     with TASK_UPDATE:
         lane = lane_of(request.device)
         try:
-            with put_back(lane), capture_options(), direct_launches(), npu.stream(lane.replay):
+            with direct_launches(), put_back(lane), capture_options(), npu.stream(lane.replay):
                 return _capture(request, lane, what)
         except Exception as error:
             raise capture_error(error, what) from error
@@ -71,7 +70,6 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
             request.forward()
     lane.settle(f"{what}: warm-up")
     before = settled_bytes(lane.index)
-    gc.collect()  # a graph that dies during capture would end it
     graph = npu.NPUGraph()
     pool = npu.graph_pool_handle() if request.pool is None else request.pool
     serving = Serving(request.inputs, request.boundaries, tasks=[])

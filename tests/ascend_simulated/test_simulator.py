@@ -41,7 +41,6 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "unary": lambda x, y, i: x.exp() + x.sin() + x.cos() + x.tanh() - x.abs() + y.sqrt(),
     "reciprocals": lambda x, y, i: y.rsqrt() + y.reciprocal() + x.erf() + x.sigmoid(),
     "activations": lambda x, y, i: F.gelu(x) + F.silu(x) + F.relu(x),
-    "approximate gelu": lambda x, y, i: F.gelu(x, approximate="tanh"),
     "attention": lambda x, y, i: F.scaled_dot_product_attention(
         x.reshape(1, 2, 2, 6), y.reshape(1, 2, 2, 6), (x * y).reshape(1, 2, 2, 6)
     ),
@@ -255,7 +254,7 @@ def test_streams_are_limited() -> None:
         capture_output=True, text=True, timeout=100, check=False,
         env={**__import__("os").environ, "CANN_SIM_STREAMS": "39"},
     )  # fmt: skip
-    count, named = done.stdout.split()
+    count, named = done.stdout.splitlines()[-1].split()
     assert 1 < int(count) < 9, done.stdout + done.stderr
     assert named == "True"
 
