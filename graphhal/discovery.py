@@ -173,13 +173,11 @@ def _load(group: str, settings: Settings) -> Iterator[FoundPlugin]:
 
     Of several that are called alike, graphhal's own is the one; else the first on the path.
     """
-    points = sorted(entry_points(group=group), key=lambda p: (p.name.strip(), not _is_own(p)))
-    everywhere = {
-        point.name.strip()
-        for g in (PLATFORM_GROUP, ADAPTER_GROUP)
-        for point in entry_points(group=g)
-    }
-    _report_unknown_names(settings, everywhere)
+    # Each look reads the metadata of every distribution that is installed.
+    installed = {each: entry_points(group=each) for each in (PLATFORM_GROUP, ADAPTER_GROUP)}
+    points = sorted(installed[group], key=lambda p: (p.name.strip(), not _is_own(p)))
+    names = {point.name.strip() for each in installed.values() for point in each}
+    _report_unknown_names(settings, names)
     seen: set[str] = set()
     for point in points:
         name = point.name.strip()

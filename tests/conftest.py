@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings
 
 # Two busy cores: a slow example is no failure.
-settings.register_profile("graphhal", deadline=None)
+settings.register_profile("graphhal", deadline=None, max_examples=50)
 settings.load_profile("graphhal")
 
 

@@ -23,7 +23,7 @@ specs = st.lists(
 ).map(lambda found: {f"b{n}": spec for n, spec in enumerate(found)})
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(specs)
 def test_buffers_are_aligned_apart_and_of_their_shape(buffers):
     layout = Layout(buffers)
@@ -49,7 +49,7 @@ def test_buffers_are_aligned_apart_and_of_their_shape(buffers):
         taken.append((start, start + view.nbytes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(specs, st.data())
 def test_packing_is_what_each_view_reads_zeros_behind(buffers, data):
     packed_specs = {name: spec for name, spec in buffers.items() if spec.packed}

@@ -32,7 +32,7 @@ def steps(draw):
     return tokens, [part for part in (parts[:cut], parts[cut:]) if part]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(steps())
 def test_runs_put_every_token_in_its_place(drawn):
     tokens, made = drawn

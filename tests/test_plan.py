@@ -123,7 +123,7 @@ def costs(draw, ladder):
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data(), ladders(), groups(), st.sampled_from(Policy), st.booleans(), st.booleans())
 def test_a_plan_covers_every_token_once_and_stays_within_capacity(
     data, ladder, items, policy, exact_only, allow_empty
@@ -174,7 +174,7 @@ def test_a_plan_covers_every_token_once_and_stays_within_capacity(
             assert len(steps) == 1 or all(item.splittable for item in same)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(ladders(), groups(), st.booleans())
 def test_single_replays_whenever_one_graph_holds_the_group(ladder, items, allow_empty):
     items = tuple(item for item in items if item.modality == "image")
@@ -189,7 +189,7 @@ def test_single_replays_whenever_one_graph_holds_the_group(ladder, items, allow_
         assert step.capacity.rows == min(c.rows for c in fitting)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(ladders(), groups(), st.booleans())
 def test_misfit_and_boundaries_agree(ladder, items, allow_empty):
     about_boundaries = {

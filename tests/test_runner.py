@@ -78,7 +78,7 @@ grids = st.lists(
 
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("name", ["plain", "cpu"])
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(asked=grids, seed=st.integers(0, 99))
 def test_any_request_equals_eager(name, policy, asked, seed):
     if (name, policy) not in _served:
@@ -582,7 +582,7 @@ def test_rebound_weights_run_eagerly_until_recapture(platform, rebind):
 
 def test_weights_that_move_between_the_replays_of_one_request(platform):
     graphs = serve(platform, ToyEncoder(budgets=(8,), paths=("video",)))
-    asked = request([(9, 8)])
+    asked = request([(2, 8), (2, 8), (2, 8)], seed=4)
     seen = []
     stage = graphs.adapter.stage
 
@@ -594,7 +594,8 @@ def test_weights_that_move_between_the_replays_of_one_request(platform):
 
     graphs.adapter.stage = rebind_during_the_first
     assert_equals_eager(graphs, asked)
-    assert misses(graphs) == {MissReason.WEIGHTS_MOVED: 1}
+    assert graphs.stats()["hits"] == {"video": 1}
+    assert misses(graphs) == {MissReason.WEIGHTS_MOVED: 2}
 
 
 def test_weights_updated_in_place_are_seen_by_the_graphs(platform):
