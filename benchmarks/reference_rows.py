@@ -271,7 +271,9 @@ def main() -> int:
     print("CoVo", results["CoVo"])
     graphs.clear()
     groups = [
-        _covo_request(covo, [rng.randint(1, covo.tokens_per_clip) for _ in range(rng.randint(1, 3))], n)
+        _covo_request(
+            covo, [rng.randint(1, covo.tokens_per_clip) for _ in range(rng.randint(1, 3))], n
+        )
         for n in range(args.groups)
     ]
     results["parity"].append(parity("covo_audio", covo, active, Settings(), groups))

@@ -1,7 +1,7 @@
 """One step of a request on the device: a replay or an eager call, with its staging and copy-out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,6 +56,14 @@ class _PlainScope:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+
+_NOTHING = nullcontext()
+
+
+def _without_gradients() -> AbstractContextManager[None]:
+    """No gradients are recorded; a server has switched them off already, and pays nothing here."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 class Execution:
@@ -134,7 +142,7 @@ class Execution:
         entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
         if entered is None:
             raise OuterCaptureError
-        with entered as scope, torch.no_grad():
+        with entered as scope, _without_gradients():
             self._adapter.stage(mm_kwargs, step.items, request.inputs)
             if self._update_first:
                 self._update(graph, step.update)

@@ -309,8 +309,9 @@ class Qwen3OmniVision(EncoderAdapter):
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
     ) -> Iterator[torch.Tensor]:
         """Views of the request's pixels, in the items' order, as few as there can be."""
-        modality, start, end = items[0].modality, items[0].row_offset, items[0].row_offset
-        for item in items:
+        modality, start = items[0].modality, items[0].row_offset
+        end = start + items[0].rows
+        for item in items[1:]:
             if item.modality != modality or item.row_offset != end:
                 yield mm_kwargs[KEYS[modality][0]][start:end]
                 modality, start = item.modality, item.row_offset
