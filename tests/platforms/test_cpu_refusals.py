@@ -261,6 +261,7 @@ HARMLESS: dict[str, Forward] = {
     "mask_fill": lambda x: assigned(x, x > 2, 5.0),
     "index_by_factory_on_device": lambda x: x[torch.arange(3, -1, -1, device=x.device)],
     "to_own_device": lambda x: x.to(x.device),
+    "as_tensor_of_device": lambda x: torch.as_tensor(x, device=x.device) + torch.asarray(x),
     "to_dtype": lambda x: x.to(torch.float64).to(torch.float32),
     "to_like": lambda x: x.double().to(x),
     "iteration": lambda x: torch.stack([row * len(x) for row in x]),
