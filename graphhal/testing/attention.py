@@ -6,6 +6,7 @@ import torch
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import BoundariesError
+from graphhal.platform import StepKind
 from graphhal.testing.check import check
 from graphhal.testing.check_failure import CheckFailure
 from graphhal.testing.subject import Subject
@@ -16,16 +17,18 @@ _ATTENTION = "PlatformInfo.attention"
 
 @check("graphhal_step and PlatformInfo.attention")
 def eager_matches_the_reference(subject: Subject) -> None:
-    """An eager step of several sequences, windows and phases computes what the host computes."""
+    """Eager steps, of requests and of start-up, compute what the host computes."""
     encoder = subject.encoder()
     mm_kwargs = encoder.request([ToyItem(8, window=4, phase=1.0), 2, 6], seed=1)
-    subject.expect_reference(
-        subject.eager(encoder, mm_kwargs),
-        encoder,
-        mm_kwargs,
-        "an eager call",
-        "attention within each sequence of the eager boundaries",
-    )
+    kinds: tuple[StepKind, ...] = ("eager", "reference")
+    for kind in kinds:
+        subject.expect_reference(
+            subject.eager(encoder, mm_kwargs, kind),
+            encoder,
+            mm_kwargs,
+            f"a step of kind {kind!r}",
+            "attention within each sequence of the boundaries given to the step",
+        )
 
 
 @check(_ATTENTION)

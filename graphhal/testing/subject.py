@@ -162,7 +162,9 @@ class Subject:
             )
         return entered
 
-    def eager(self, encoder: ToyEncoder, mm_kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def eager(
+        self, encoder: ToyEncoder, mm_kwargs: Mapping[str, Any], kind: StepKind = "eager"
+    ) -> torch.Tensor:
         """The encoder's forward as the engine calls it eagerly: exact sizes, owned output."""
         items = encoder.item_specs(mm_kwargs)
         capacity = Capacity.of(items, GraphKey(encoder.name, "eager", 0))
@@ -170,7 +172,7 @@ class Subject:
         boundaries = capacity.boundaries(items, self.info.allow_empty)
         block = _block(encoder, layout, items, boundaries)
         inputs: dict[str, torch.Tensor] = {}
-        with self.step("eager", None, inputs, boundaries) as scope, torch.no_grad():
+        with self.step(kind, None, inputs, boundaries) as scope, torch.no_grad():
             inputs.update(layout.packed_views(block.to(self.device, copy=True)))
             inputs.update(encoder.eager_inputs(mm_kwargs, items))
             bounds = {name: bound.max_seqlen for name, bound in capacity.sequences.items()}

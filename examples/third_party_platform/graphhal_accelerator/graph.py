@@ -98,12 +98,15 @@ def replay(graph):
 
 
 def step(kind, graph):
-    """The scope of one replay or eager call; None while a capture runs."""
+    """The scope of one replay or eager call; None while a capture runs.
+
+    Eager calls use memory of their own here, never the graphs', so that they need no turn.
+    """
     device = torch.accelerator.current_accelerator() if graph is None else graph.request.device
     if _capture_runs(device):
         return None
     scope = _Scope(device)
-    return nullcontext(scope) if kind == "eager" else _in_turn(scope)
+    return _in_turn(scope) if kind == "replay" else nullcontext(scope)
 
 
 @contextmanager
