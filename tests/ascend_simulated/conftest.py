@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("torch_npu") is None:
-    collect_ignore_glob = ["test_*.py"]
+AVAILABLE = importlib.util.find_spec("torch_npu") is not None
+
+if not AVAILABLE:
+    # `test_tier.py` stays and says why the others do not run.
+    collect_ignore = [
+        "test_failures.py",
+        "test_replay_order.py",
+        "test_simulator.py",
+        "test_towers.py",
+    ]
 else:
     import torch
 
@@ -67,6 +75,8 @@ def trace(tmp_path: Path) -> Iterator["simulator.Trace"]:
 
 @pytest.fixture(autouse=True)
 def nothing_armed() -> Iterator[None]:
-    simulator.arm()
+    if AVAILABLE:
+        simulator.arm()
     yield
-    simulator.arm()
+    if AVAILABLE:
+        simulator.arm()
