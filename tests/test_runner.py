@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_equal_sizes_of_other_contents_are_not_mixed_up(platform):
     for seed in range(3):
         assert_equals_eager(graphs, images(3, 4, seed=seed))
     assert graphs.statistics.hits.total() == 6
+
+
+def test_some_items_of_a_request_read_their_own_rows(platform):
+    graphs = serve(platform)
+    asked = images(3, 3)
+    items = graphs.adapter.item_specs(asked)
+    for item, expected in zip(items, graphs.run_eager(asked), strict=True):
+        (output,) = graphs.run_items(asked, (replace(item, index=0),))
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert graphs.stats()["hits"] == {"image": 2}
 
 
 def test_outputs_come_in_request_order(platform):
