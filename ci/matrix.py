@@ -7,7 +7,7 @@ from typing import Any
 
 MATRIX = Path(__file__).with_name("matrix.toml")
 KINDS = ("pure", "cpu", "simulated", "device")
-NEEDS = ("python", "device", "tool", "file")
+NEEDS = ("python", "device", "tool", "file", "env")
 
 
 class MatrixError(ValueError):
@@ -30,8 +30,8 @@ class Cell:
         command: shell line, run in the repository root; its exit status decides.
         setup: shell lines before it; `$CELL_VENV`, `$CELL_PYTHON` and `$CELL_WORK` name the cell's
             virtual environment, interpreter and scratch folder.
-        needs: `python:3.12`, `device:cuda`, `tool:g++`, `file:PATH`; without all of them the cell
-            is skipped with the reason.
+        needs: `python:3.12`, `device:cuda`, `tool:g++`, `file:PATH`, `env:NAME` (a variable that
+            is set); without all of them the cell is skipped with the reason.
         minutes: time limit of set-up and command together.
         hosted: runs in the hosted workflow too.
     """

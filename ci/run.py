@@ -68,6 +68,8 @@ def missing_need(cell: Cell) -> str | None:
             return f"no {value} device here"
         if kind == "tool" and shutil.which(value) is None:
             return f"no {value} here"
+        if kind == "env" and not os.environ.get(value):
+            return f"set {value}=1 to run it"
         if kind == "file" and not (ROOT / value).exists():
             return f"{value} is not in this checkout"
     return None

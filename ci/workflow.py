@@ -30,6 +30,8 @@ JOB = """\
     name: {name}
     runs-on: {runner}
     timeout-minutes: {minutes}
+    env:
+      CI_EXTENDED: "1"
     steps:
       - uses: actions/checkout@v4
       - uses: actions/setup-python@v5

@@ -208,3 +208,11 @@ def test_a_stale_reference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert reference.main(["--check"]) == 0
     assert "### `graphhal_capture`" in (tmp_path / "docs" / "vendors.md").read_text()
     assert "`GRAPHHAL_MEMORY_LIMIT`" in (tmp_path / "docs" / "operators.md").read_text()
+
+
+def test_a_cell_that_asks_for_a_variable_is_skipped_without_it(monkeypatch):
+    heavy = cell(needs=("env:CI_EXTENDED",))
+    monkeypatch.delenv("CI_EXTENDED", raising=False)
+    assert run.missing_need(heavy) == "set CI_EXTENDED=1 to run it"
+    monkeypatch.setenv("CI_EXTENDED", "1")
+    assert run.missing_need(heavy) is None
