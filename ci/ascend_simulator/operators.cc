@@ -99,10 +99,8 @@ int cann_stub_launch2(const char *name, void *prepared, void *stream) {
 // ---- filling, copying, casting
 OP(InplaceCopy, T d, T s) RUN((auto d, auto s), d.copy_(s), d, s)
 OP(InplaceZero, T d) RUN((auto d), d.zero_(), d)
-OP(InplaceOne, T d) RUN((auto d), d.fill_(1), d)
 OP(InplaceFillScalar, T d, N v) RUN((auto d, auto v), d.fill_(v), d, v)
 OP(InplaceFillTensor, T d, T v) RUN((auto d, auto v), d.fill_(v), d, v)
-OP(Cast, T a, aclDataType type, T o) RUN((auto a, auto, auto o), put(o, a), a, type, o)
 OP(Arange, N start, N end, N step, T o) RUN((auto start, auto end, auto step, auto o), put(o, at::arange(start, end, step, o.options())), start, end, step, o)
 OP(ConstantPadNd, T a, I pad, N v, T o) RUN((auto a, auto pad, auto v, auto o), put(o, at::constant_pad_nd(a, pad, v)), a, pad, v, o)
 OP(Cat, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim, auto o), put(o, at::cat(list, dim)), list, dim, o)
@@ -114,8 +112,6 @@ OP(Flip, T a, I dims, T o) RUN((auto a, auto dims, auto o), put(o, at::flip(a, d
 static at::Generator seeded(int64_t seed, int64_t offset) { return at::make_generator<at::CPUGeneratorImpl>((uint64_t)(seed + offset)); }
 OP(InplaceNormal, T a, float mean, float deviation, int64_t seed, int64_t offset)
 RUN((auto a, auto mean, auto deviation, auto seed, auto offset), a.normal_(mean, deviation, seeded(seed, offset)), a, mean, deviation, seed, offset)
-OP(InplaceUniform, T a, double from, double to, int64_t seed, int64_t offset)
-RUN((auto a, auto from, auto to, auto seed, auto offset), a.uniform_(from, to, seeded(seed, offset)), a, from, to, seed, offset)
 
 // ---- arithmetic
 OP(Add, T a, T b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::add(a, b, k)), a, b, k, o)
@@ -123,7 +119,6 @@ OP(Adds, T a, N b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::ad
 OP(InplaceAdd, T a, T b, N k) RUN((auto a, auto b, auto k), put(a, at::add(a, b, k)), a, b, k)
 OP(InplaceAdds, T a, N b, N k) RUN((auto a, auto b, auto k), put(a, at::add(a, b, k)), a, b, k)
 OP(Sub, T a, T b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::sub(a, b, k)), a, b, k, o)
-OP(Subs, T a, N b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::sub(a, b, k)), a, b, k, o)
 OP(Rsubs, T a, N b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::rsub(a, b, k)), a, b, k, o)
 OP(InplaceSub, T a, T b, N k) RUN((auto a, auto b, auto k), put(a, at::sub(a, b, k)), a, b, k)
 OP(InplaceSubs, T a, N b, N k) RUN((auto a, auto b, auto k), put(a, at::sub(a, b, k)), a, b, k)
@@ -142,16 +137,11 @@ WITH_SCALAR(RemainderTensorScalar, at::remainder)
 BINARY(Maximum, at::maximum)
 BINARY(Minimum, at::minimum)
 WITH_SCALAR(PowTensorScalar, at::pow)
-WITH_SCALAR(ClampMin, at::clamp_min)
-WITH_SCALAR(ClampMax, at::clamp_max)
 OP(Clamp, T a, N low, N high, T o) {  // one of the bounds may be missing
   auto from = low ? std::optional(low->value) : std::nullopt, to = high ? std::optional(high->value) : std::nullopt;
   return prepare(ws, ex, [=](auto a, auto o) { put(o, at::clamp(a, from, to)); }, a, o);
 }
-BINARY(ClampMinTensor, at::clamp_min)
 OP(InplaceClampMinTensor, T a, T low) RUN((auto a, auto low), put(a, at::clamp_min(a, low)), a, low)
-OP(InplaceClampMin, T a, N low) RUN((auto a, auto low), put(a, at::clamp_min(a, low)), a, low)
-OP(InplaceClampMax, T a, N high) RUN((auto a, auto high), put(a, at::clamp_max(a, high)), a, high)
 OP(Equal, T a, T b, T o) RUN((auto a, auto b, auto o), o.fill_(at::equal(a, b)), a, b, o)
 UNARY(Neg, at::neg)
 UNARY(Abs, at::abs)
@@ -175,7 +165,6 @@ UNARY(IsNegInf, at::isneginf)
 INPLACE_UNARY(Exp, at::exp)
 INPLACE_UNARY(Sqrt, at::sqrt)
 OP(Gelu, T a, T o) RUN((auto a, auto o), put(o, at::gelu(a)), a, o)
-OP(GeluV2, T a, int64_t tanh, T o) RUN((auto a, auto tanh, auto o), put(o, at::gelu(a, tanh ? "tanh" : "none")), a, tanh, o)
 OP(Softmax, T a, int64_t dim, T o) RUN((auto a, auto dim, auto o), put(o, at::softmax(a, dim)), a, dim, o)
 
 // ---- comparison and selection
@@ -212,7 +201,6 @@ RUN((auto a, auto list, auto v, auto accumulate, auto), a.index_put_(indices_of(
 
 // ---- reduction
 OP(Mean, T a, I dims, bool keep, aclDataType type, T o) RUN((auto a, auto dims, auto keep, auto, auto o), put(o, at::mean(a, dims, keep)), a, dims, keep, type, o)
-OP(MeanV2, T a, I dims, bool keep, bool noop, T o) RUN((auto a, auto dims, auto keep, auto, auto o), put(o, at::mean(a, dims, keep)), a, dims, keep, noop, o)
 OP(ReduceSum, T a, I dims, bool keep, aclDataType type, T o) RUN((auto a, auto dims, auto keep, auto, auto o), put(o, at::sum(a, dims, keep)), a, dims, keep, type, o)
 OP(Amax, T a, I dims, bool keep, T o) RUN((auto a, auto dims, auto keep, auto o), put(o, at::amax(a, dims, keep)), a, dims, keep, o)
 OP(Amin, T a, I dims, bool keep, T o) RUN((auto a, auto dims, auto keep, auto o), put(o, at::amin(a, dims, keep)), a, dims, keep, o)
@@ -223,8 +211,6 @@ OP(Any, T a, I dims, bool keep, T o) RUN((auto a, auto dims, auto keep, auto o),
 OP(Cumsum, T a, int64_t dim, aclDataType type, T o) RUN((auto a, auto dim, auto, auto o), put(o, at::cumsum(a, dim)), a, dim, type, o)
 OP(LinalgVectorNorm, T a, N order, I dims, bool keep, aclDataType type, T o)
 RUN((auto a, auto order, auto dims, auto keep, auto, auto o), put(o, dims.empty() ? at::linalg_vector_norm(a, order) : at::linalg_vector_norm(a, order, at::OptionalIntArrayRef(dims), keep)), a, order, dims, keep, type, o)
-OP(Norm, T a, N order, I dims, bool keep, T o)
-RUN((auto a, auto order, auto dims, auto keep, auto o), put(o, dims.empty() ? at::linalg_vector_norm(a, order) : at::linalg_vector_norm(a, order, at::OptionalIntArrayRef(dims), keep)), a, order, dims, keep, o)
 
 // ---- matrices, normalisation, convolution
 OP(Matmul, T a, T b, T o, int8_t cube) RUN((auto a, auto b, auto o, auto), put(o, at::matmul(a, b)), a, b, o, cube)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Real torch_npu on a simulated CANN runtime: eager, lazy and shuffled scheduling in one run.
+# Real torch_npu on a simulated CANN runtime: conformance, then tests in eager, lazy and shuffled
+# scheduling.
 #
 #   ci/cells/ascend_simulated.sh [pytest arguments]
 #
@@ -18,10 +19,13 @@ fi
 if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch_npu", "pytest_timeout", "transformers"))))'; then
     "$venv/bin/pip" install -q -r ci/ascend_requirements.txt
 fi
+"$venv/bin/pip" install -q --no-deps -e .
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 simulator=$(cd "$venv" && pwd)/cann
 "$venv/bin/python" ci/ascend_simulator/make_stubs.py "$site" "$simulator"
 export LD_LIBRARY_PATH=$simulator OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
-export TORCH_DEVICE_BACKEND_AUTOLOAD=1
 "$venv/bin/python" -c 'import torch; assert torch.npu.is_available(), "the simulated device is not there"'
+for lazy in 0 1; do  # the conformance suite, on a fast device and on a busy one
+    CANN_SIM_LAZY=$lazy "$venv/bin/python" -W ignore -m graphhal.testing --platform npu
+done
 exec "$venv/bin/python" -m pytest -q tests/ascend_simulated "$@"

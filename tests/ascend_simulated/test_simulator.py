@@ -129,6 +129,21 @@ def test_fused_attention_refuses_ends_that_do_not_cover_the_rows(ends: list[int]
         )  # fmt: skip
 
 
+def test_random_numbers_are_normal_and_repeatable() -> None:
+    drawn = []
+    for _ in range(2):
+        generator = torch.Generator(device="npu").manual_seed(3)
+        drawn.append(torch.randn(10_000, generator=generator, device="npu").cpu())
+    assert torch.equal(*drawn)
+    assert abs(drawn[0].mean()) < 0.05
+    assert abs(drawn[0].std() - 1) < 0.05
+
+
+def test_equality_is_computed_on_the_device() -> None:
+    assert torch.equal(X.npu(), X.npu())
+    assert not torch.equal(X.npu(), Y.npu())
+
+
 def test_uninitialised_memory_is_not_a_number() -> None:
     torch.npu.empty_cache()
     assert torch.empty(3 * 2**20, device="npu").cpu().isnan().all()
