@@ -24,13 +24,13 @@ def _main(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
     try:
         outcome: Any = body(rank, size, *args)
-    except Exception as error:  # the test looks at it
+    except Exception as error:  # noqa: BLE001  (the test looks at it)
         outcome = (type(error).__name__, str(error), traceback.format_exc())
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(outcome))
 
 
 def run_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """`body(rank, size, *args)` in `size` processes; a failure comes back as (type, text, trace)."""
+    """`body(rank, size, *args)` in `size` processes; failures come back as (type, text, trace)."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         ranks = [

@@ -1,4 +1,4 @@
-"""The toy encoder with tensor-parallel weights: each rank holds a part of every output projection."""
+"""The toy encoder with tensor-parallel weights: ranks hold parts of the output projections."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
