@@ -295,6 +295,7 @@ def test_refusal_swallowed_by_the_forward_still_fails_the_capture() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 def test_refusal_that_the_forward_wraps_is_still_that_refusal() -> None:
     @torch.jit.script
     def scripted(x: torch.Tensor) -> torch.Tensor:
