@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphhal.platform import Platform
+from graphhal.boundaries import Boundaries
+from graphhal.plan import GraphKey
+from graphhal.platform import CaptureRequest, Platform
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
 
@@ -171,3 +173,41 @@ def test_poison_reaches_the_memory_that_replays_leave_free(platform: Platform) -
     request = random_request(tower.graphs.adapter, random.Random(14))
     assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
     tower.graphs.clear()
+
+
+def test_a_graphs_memory_does_not_grow_with_its_layers(
+    platform: Platform, device: torch.device
+) -> None:
+    """Updates must not keep the activations of every layer alive."""
+    ends = Boundaries(tuple(range(128, 8193, 128)))
+    rows = torch.zeros(ends.rows, 2, 16, device=device)
+    out = torch.zeros_like(rows)
+    packed = torch.from_numpy(ends.cu_seqlens.copy()).to(device).view(torch.uint8)
+
+    def bytes_with(layers: int) -> int:
+        def forward() -> None:
+            mixed = rows
+            for _ in range(layers):
+                mixed = platform.info.attention(mixed, mixed, mixed, cu_seqlens, 128, 0.25)
+            out.copy_(mixed)
+
+        cu_seqlens = packed.view(torch.int32)
+        graph = platform.capture(
+            CaptureRequest(
+                key=GraphKey("layers", "image", layers),
+                forward=forward,
+                inputs={"rows": rows, "cu_seqlens": cu_seqlens},
+                packed=packed,
+                output=out,
+                boundaries={"cu_seqlens": ends},
+                warmups=1,
+                pool=None,
+                device=device,
+            )
+        )
+        platform.release([graph])
+        return graph.num_bytes
+
+    few = bytes_with(2)
+    assert few > 0
+    assert bytes_with(8) <= 1.5 * few
