@@ -203,3 +203,10 @@ def test_speech_files_load_and_a_long_one_is_refused(adapter, tmp_path: Path):
         FACTORY.load(adapter, [path])
     with pytest.raises(SettingsError, match="unknown preset"):
         FACTORY.build("huge", CPU, torch.float32)
+
+
+def test_trimmed_clips_that_fill_a_graph_are_exact(adapter):
+    graph = adapter.capacities(Settings())[-1]
+    clips = adapter.item_specs(request_of(adapter, [3, 5]))
+    assert graph.is_exact_for(clips)
+    assert not graph.is_exact_for(clips[:1])
