@@ -160,6 +160,18 @@ def test_items_out_of_order_are_the_adapters_fault():
         graphs.run(images(2, 3))
 
 
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_forward_of_more_or_fewer_tokens_is_the_adapters_fault(extra):
+    class Miscounting(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            levels = super().forward(inputs, max_seqlen)
+            return [torch.cat([x, x])[: len(x) + extra] for x in levels]
+
+    graphs = EncoderGraphs(Miscounting(), plain_platform(), Settings())
+    with pytest.raises(AdapterError, match=rf"^toy made {3 + extra} tokens for items that should"):
+        graphs.run(images(3))
+
+
 # Policies and reasons ------------------------------------------------------------------------
 
 
@@ -535,17 +547,25 @@ def test_boundaries_are_sent_each_time_where_they_do_not_persist():
         assert updates_while(plugin, lambda: graphs.run(images(3, 4))) == 1
 
 
-def test_a_failed_update_is_sent_again():
+def test_boundaries_are_sent_again_after_an_update_that_failed_half_way():
     plugin = PlainPlugin()
     platform = plain_platform(plugin)
-    graphs = serve(platform)
+    failing = []
+
+    def update(graph, host):
+        plugin.graphhal_update_boundaries(graph, host)
+        if failing:
+            graph.request.packed.zero_()
+            raise RuntimeError("plugin bug")
+
+    graphs = serve(replace(platform, update_boundaries=update))
     graphs.run(images(3, 4))
-    plugin.after_replay = lambda graph: (_ for _ in ()).throw(RuntimeError("plugin bug"))
+    failing.append(True)
     with pytest.raises(RuntimeError, match="plugin bug"):
         graphs.run(images(4, 3))
-    plugin.after_replay = None
+    failing.clear()
     assert_equals_eager(graphs, images(3, 4))
-    assert_equals_eager(graphs, images(4, 3))
+    assert graphs.stats()["hits"] == {"image": 4}
 
 
 @pytest.mark.parametrize(
