@@ -336,6 +336,20 @@ def test_a_malformed_trace_is_told(tmp_path: Path, text: str, message: str) -> N
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (["--set", "max_tokens=48"], [16, 32, 48]),
+        (["--set", "token_budgets=40"], [40]),
+    ],
+)
+def test_the_short_ladder_of_the_reference_platform_gives_way(
+    options: list[str], sizes: list[int]
+) -> None:
+    found = output_json(run("plan", "--platform", "cpu", *options, "--tower", VISION, "--json"))
+    assert found["towers"][0]["token_budgets"] == sizes
+
+
 def test_a_missing_trace_is_told(tmp_path: Path) -> None:
     result = run("plan", "--platform", "cpu", "--trace", tmp_path / "none.json")
     assert result.exit_code == 1

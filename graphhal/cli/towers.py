@@ -60,7 +60,7 @@ SetOption = Annotated[
 SeedOption = Annotated[int, typer.Option(help="Of the random weights.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-REFERENCE_LADDER = {"max_tokens": 512, "audio_chunks": "1-24", "warmups": 1}
+REFERENCE_LADDER = {"token_budgets": "64,128,192,256,320,384,448,512", "audio_chunks": "1-24"}
 """On the reference platform, which shows behaviour and not speed: a shorter ladder."""
 
 
@@ -95,7 +95,10 @@ def open_with(name: str | None, options: dict[str, Any]) -> tuple[Platform, Sett
         raise fail(f"no platform is called {name!r}. Platforms: {', '.join(known)}", status=2)
     platform = open_platform(name, settings)
     if platform.info.reference:
-        shorter = {k: v for k, v in REFERENCE_LADDER.items() if k not in settings.model_fields_set}
+        given = settings.model_fields_set
+        if "max_tokens" in given:
+            given = given | {"token_budgets"}
+        shorter = {k: v for k, v in REFERENCE_LADDER.items() if k not in given}
         settings = Settings.from_mapping(options | shorter)
     return platform, settings
 
