@@ -12,6 +12,11 @@ from torch_npu import npu
 from graphhal.errors import CaptureError, ResourceExhaustedError
 from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile
 
+PADDING = 32
+"""Bytes that torch_npu's allocator adds to every request before it rounds up."""
+SMALL_BLOCK = 2**20
+"""Larger requests are served from other segments than smaller ones."""
+
 log = logging.getLogger(__name__)
 
 
@@ -43,17 +48,18 @@ def poison(index: int, pool: Any, stream: Any) -> None:
 
 
 def _free_sizes(index: int, pool: Any) -> list[int]:
-    """Bytes of every free block of a pool, largest first."""
-    return sorted(
-        (
-            int(block["size"])
-            for segment in npu.memory_snapshot(mempool_id=pool)
-            if segment["device"] == index
-            for block in segment["blocks"]
-            if block["state"] == "inactive"
-        ),
-        reverse=True,
-    )
+    """Bytes to ask for, so that the allocator hands out every free block of a pool."""
+    sizes: list[int] = []
+    for segment in npu.memory_snapshot(mempool_id=pool):
+        if segment["device"] != index:
+            continue
+        for block in segment["blocks"]:
+            left = int(block["size"]) if block["state"] == "inactive" else 0
+            while left > PADDING:
+                piece = min(left, SMALL_BLOCK) if segment["segment_type"] == "small" else left
+                sizes.append(piece - PADDING)
+                left -= piece
+    return sorted(sizes, reverse=True)
 
 
 def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
