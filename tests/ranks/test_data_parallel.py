@@ -34,6 +34,7 @@ def serve(rank: int, size: int, count: int) -> Any:
     return worst, stats.hits.total() + stats.misses.total(), items
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_equal_one_process_and_each_item_is_counted_once(size):
     outcomes = run_ranks(size, serve, 40)
@@ -48,6 +49,7 @@ def wrong_item(rank: int, size: int) -> Any:
     encoder.run({"grids": [(1, 2), (1, 3)], "pixels": torch.zeros(5, 6)})
 
 
+@pytest.mark.slow
 def test_a_wrong_item_is_named_on_every_rank_and_nobody_waits():
     for kind, text, _ in run_ranks(2, wrong_item):
         assert (kind, text[:7]) == ("InputError", "item 1:")

@@ -16,7 +16,8 @@ from tests.ranks.processes import run_ranks
 from tests.ranks.sharded_encoder import ShardedToyEncoder
 from tests.toy_encoder import ToyEncoder, request
 
-SHORT = timedelta(seconds=4)
+pytestmark = pytest.mark.slow  # every test starts processes
+SHORT = timedelta(seconds=20)
 
 
 def graphs_of(rank: int, limit: int | None = None, **knobs: Any) -> EncoderGraphs:
