@@ -23,8 +23,6 @@ _READERS = {
     _Tensor.__dlpack__: "__dlpack__()",
     _Tensor.__repr__: "repr() or print()",
     _Tensor.__format__: "format() or an f-string",
-    _Tensor.__contains__: "`in`",
-    _Tensor.__deepcopy__: "copy.deepcopy()",
     _Tensor.cpu: ".cpu()",
     torch.tensor_split: "tensor_split() by a tensor",
     _Tensor.tensor_split: "tensor_split() by a tensor",
@@ -34,7 +32,6 @@ _RAW_MEMORY = {
     _Tensor.data_ptr: ".data_ptr()",
     _Tensor.untyped_storage: ".untyped_storage()",
     _Tensor.storage: ".storage()",
-    _Tensor.__reduce_ex__: "pickling a tensor",
 }
 _MAKERS = {
     torch.tensor: "torch.tensor()",

@@ -1,13 +1,13 @@
 """What a device graph cannot hold, and the words in which the reference platform says so.
 
-Two nets, because neither is enough: a dispatch mode (`graph.Tape`) sees every operator, also those
+Two nets, because neither is enough: a dispatch mode (`tape.Tape`) sees every operator, also those
 that PyTorch's own C++ calls, but `.tolist()`, `.numpy()` and raw pointers are no operators; a
-function mode (`Refusals`) sees those, but not what runs inside another PyTorch function.
+function mode (`guard.Refusals`) sees those, but not what runs inside another PyTorch function.
 
-Where a tensor came from decides what may be done with it. `DEVICE`: static memory, anything
-computed from it, anything made with an explicit `device=`. `HOST`: made of Python or NumPy data,
-and computed from that alone: on a device it stays on the host, where reading it is harmless.
-`EITHER`: made by a factory without `device=`, which nobody but the reader can tell.
+Where a tensor came from decides what may be done with it. `DEVICE`: static memory, all that is
+computed from it, and what a function makes that was given a device or a tensor from there. `HOST`:
+made of Python or NumPy data, and computed from that alone: on a device it stays on the host, where
+reading it is harmless. `EITHER`: made by a factory without `device=`; moving it is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,17 +33,13 @@ class Origin(IntEnum):
 
 _READING_OPS = frozenset(
     (
-        _aten.is_nonzero.default,
         _aten._linalg_check_errors.default,
-        _aten._choose_qparams_per_tensor.default,
         _aten.quantize_per_tensor_dynamic.default,
         _aten._pack_padded_sequence.default,
     )
 )
-_SPARSE_OPS = frozenset((_aten._to_sparse, _aten.to_sparse))
-_INDEXING = frozenset(
-    (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index)
-)
+_SPARSE_OPS = frozenset((_aten._to_sparse, _aten._to_sparse_csr))
+_INDEXING = frozenset((_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_))
 _MOVING = _INDEXING | {_aten.copy_}
 _REBINDING = frozenset((_aten.set_, _aten.resize_, _aten.resize_as_))
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from graphhal.boundaries import Boundaries
+from graphhal.cpu import attention
 from graphhal.cpu.attention import varlen_attention
 from graphhal.errors import BoundariesError, ReplayError
 from tests.platforms.cpu_case import Case
@@ -93,6 +94,18 @@ def test_zero_length_sequences_do_nothing() -> None:
     assert spare == [0, 2, 6, 6, 6, 6]
     assert torch.equal(attend(q, k, v, spare), attend(q, k, v, [0, 2, 6]))
     assert torch.equal(attend(q, k, v, [0, 0, 2, 2, 6]), attend(q, k, v, [0, 2, 6]))
+
+
+def test_spare_slots_cost_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def counted(q: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
+        lengths.append(q.shape[2])
+        return F.scaled_dot_product_attention(q, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    attend(*packed(6), [0, 0, 2, 6, 6, 6])
+    assert lengths == [2, 4]
 
 
 @pytest.mark.parametrize("ends", [[0, 4, 2, 6], [1, 6], [0, 4, 8, 0, 0], [0, 7], [0, -1, 6], []])

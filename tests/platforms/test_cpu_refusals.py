@@ -32,6 +32,7 @@ torch.library.impl("graphhal_test::longest", "cpu", lambda ends: int(ends.diff()
 Forward = Callable[[torch.Tensor], Any]
 static = torch.arange(1.0, 5.0)
 count = torch.tensor(2)
+static_output = torch.zeros(0)
 generator = torch.Generator()
 host_array = np.ones(4, dtype=np.float32)
 bound_tolist = static.tolist
@@ -103,8 +104,10 @@ HOST_READS: dict[str, Forward] = {
     "slice_bound": lambda x: x[: count + 1],
     "full_value": lambda x: torch.full((2,), x[0], device=x.device),
     "arange_end": lambda x: torch.arange(x[1], device=x.device),
-    "tensor_split": lambda x: torch.tensor_split(x, count),
-    "tensor_split_method": lambda x: x.tensor_split(tensor_indices_or_sections=count),
+    "tensor_split": lambda x: torch.tensor_split(x, count.expand(1)),
+    "tensor_split_method": lambda x: x.tensor_split(tensor_indices_or_sections=count.expand(1)),
+    "dynamic_quantisation": lambda x: torch.quantize_per_tensor_dynamic(x, torch.qint8, False),
+    "quantisation_range": lambda x: torch._choose_qparams_per_tensor(x),
     "tensordot": lambda x: torch.tensordot(x[None], x[None], dims=count.expand(2, 1) - 2),
     "tensor_of_tensors": lambda x: torch.tensor([x[0], x[1]]),
     "one_hot_without_classes": lambda x: F.one_hot(x.long()),
@@ -147,6 +150,9 @@ DYNAMIC: dict[str, Forward] = {
     "bincount": lambda x: torch.bincount(x.long()),
     "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
     "to_sparse": lambda x: x.to_sparse(),
+    "to_sparse_rows": lambda x: x.view(2, 2).to_sparse_csr(),
+    "mask_put": lambda x: torch.index_put(x, (x > 2,), x[2:]),
+    "mask_put_impl": lambda x: torch.ops.aten._index_put_impl_(x * 1, [x > 2], x[2:]),
 }
 
 
@@ -164,6 +170,10 @@ HOST_DATA: dict[str, Forward] = {
     "as_tensor_onto_device": lambda x: torch.as_tensor(host_array, device=x.device),
     "as_tensor": lambda x: x + torch.as_tensor(host_array),
     "asarray": lambda x: x + torch.asarray(host_array),
+    "asarray_onto_device": lambda x: torch.asarray(host_array, device=x.device),
+    "factory_put": lambda x: torch.index_put(x, (torch.arange(2),), x[:2]),
+    "factory_put_": lambda x: assigned(x, torch.arange(2), x[:2]),
+    "factory_put_impl": lambda x: torch.ops.aten._index_put_impl_(x * 1, [torch.arange(2)], x[:2]),
     "from_numpy": lambda x: x + torch.from_numpy(host_array),
     "from_numpy_moved": lambda x: torch.from_numpy(host_array).to(x.device),
     "moved_by_other": lambda x: torch.tensor([1.0]).to(x),
@@ -193,10 +203,9 @@ def reseed(x: torch.Tensor) -> torch.Tensor:
 
 
 def resize_output(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x], out=count_buffer)
+    return torch.cat([x, x], out=static_output)
 
 
-count_buffer = torch.zeros(0)
 OTHERS: dict[str, tuple[Forward, str]] = {
     "own_generator": (
         lambda x: torch.rand(2, generator=generator, device=x.device),
@@ -209,6 +218,7 @@ OTHERS: dict[str, tuple[Forward, str]] = {
     ),
     "set_data": (lambda x: setattr(x, "data", x * 2), "gives a tensor other memory"),
     "set_": (lambda x: x.set_(x * 2), "gives a tensor other memory"),
+    "resize_as_": (lambda x: x.clone().resize_as_(x[:2]), "gives a tensor other memory"),
     "resize_": (lambda x: x.clone().resize_(8), "gives a tensor other memory"),
     "out_of_another_shape": (resize_output, "gives a tensor other memory"),
     "data_ptr": (
