@@ -284,14 +284,16 @@ def test_two_references_must_be_told_apart(site):
         open_platform()
 
 
-@pytest.mark.parametrize("theirs", ["aaa-vendor", "zzz-vendor"])
-def test_nobody_takes_the_name_of_an_own_platform(site, theirs):
-    site.install(theirs, {"cpu": usable("cpu")})
+def test_nobody_takes_the_name_of_an_own_platform(site, monkeypatch):
     site.install("graphhal", {"cpu": usable("cpu", reference=True)})
+    earlier = Site(site.path / f"{site.path.name}_earlier")
+    earlier.path.mkdir()
+    earlier.install("vendor", {"cpu": usable("cpu")})
+    monkeypatch.syspath_prepend(str(earlier.path))
     own, other = find_plugins()
     assert (own.distribution, own.describe()[:6]) == ("graphhal", "usable")
     assert (other.distribution, other.describe()) == (
-        theirs,
+        "vendor",
         "not loaded: another plugin is already called cpu",
     )
 

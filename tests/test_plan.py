@@ -243,6 +243,12 @@ def test_padding_that_needs_more_sequences_than_slots_is_a_miss():
     assert capacity(8, slots=4, longest=4).misfit(group(2)) is None
 
 
+def test_rows_beyond_the_input_are_a_miss_though_their_sequences_fit():
+    graph = Capacity(GraphKey("toy", "image", 64), 8, 64, 8, {FULL: SequenceBound(64, 8, 64)})
+    item = ItemSpec(0, "image", 10, 5, {FULL: (10,)}, signature=10)
+    assert graph.misfit((item,)) is MissReason.TOO_MANY_ROWS
+
+
 def test_tokens_beyond_the_budget_are_a_miss_though_the_rows_fit():
     graph = Capacity(GraphKey("toy", "image", 4), 64, 4, 8, {FULL: SequenceBound(64, 8, 64)})
     item = ItemSpec(0, "image", 10, 5, {FULL: (10,)}, signature=10)
