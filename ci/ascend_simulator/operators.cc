@@ -99,6 +99,7 @@ int cann_stub_launch2(const char *name, void *prepared, void *stream) {
 // ---- filling, copying, casting
 OP(InplaceCopy, T d, T s) RUN((auto d, auto s), d.copy_(s), d, s)
 OP(InplaceZero, T d) RUN((auto d), d.zero_(), d)
+OP(InplaceOne, T d) RUN((auto d), d.fill_(1), d)
 OP(InplaceFillScalar, T d, N v) RUN((auto d, auto v), d.fill_(v), d, v)
 OP(InplaceFillTensor, T d, T v) RUN((auto d, auto v), d.fill_(v), d, v)
 OP(Arange, N start, N end, N step, T o) RUN((auto start, auto end, auto step, auto o), put(o, at::arange(start, end, step, o.options())), start, end, step, o)

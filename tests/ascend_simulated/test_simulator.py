@@ -27,6 +27,7 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "in place, unary": lambda x, y, i: y.clone().sub_(0.1).sqrt_().exp_().clamp_(min=1, max=3),
     "in place, bounds": lambda x, y, i: x.clone().clamp_min_(y * 0.1),
     "filling": lambda x, y, i: torch.ones_like(x) + torch.zeros_like(x) + x.clone().fill_(y[0, 0]),
+    "ones": lambda x, y, i: torch.ones(3, device=x.device) + torch.zeros(3, device=x.device),
     "signs": lambda x, y, i: -x + x.floor() + x.round() + x.flip(0) / 3,
     "minima": lambda x, y, i: torch.minimum(x, y) + x.min(),
     "more comparison": lambda x, y, i: (

@@ -14,9 +14,14 @@ from graphhal.platform import CaptureRequest, Platform
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
 
-GROUPS = int(os.environ.get("SIMULATED_GROUPS", "200"))
-"""Random groups per tower and dtype."""
+GROUPS = {"covo_audio": 20}
+"""Random groups per tower and dtype, 200 where nothing is said; its 30 seconds of sound make
+CoVo-Audio slow on a CPU. `SIMULATED_GROUPS` sets one number for all."""
 TOWERS = ["toy", "qwen3_omni_vision", "qwen3_omni_audio", "covo_audio"]
+
+
+def groups_of(name: str) -> int:
+    return int(os.environ.get("SIMULATED_GROUPS", GROUPS.get(name, 200)))
 
 
 @pytest.fixture(scope="module", params=TOWERS)
@@ -33,25 +38,26 @@ def test_random_groups_equal_the_cpu_in_every_schedule(
     tower: Twins, trace: "simulator.Trace"
 ) -> None:
     chooser = random.Random(5)
-    for number in range(GROUPS):
-        if number % 20 == 0:
+    groups = groups_of(tower.graphs.adapter.name)
+    for number in range(groups):
+        if number % 5 == 0:
             torch.npu.synchronize()
-            simulator.schedule(("eager", "lazy", "shuffled")[number // 20 % 3])
+            simulator.schedule(("eager", "lazy", "shuffled")[number // 5 % 3])
         request = random_request(tower.graphs.adapter, chooser)
         assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
     torch.npu.synchronize()
     simulator.schedule("eager")
     assert trace.hazards() == []
-    assert sum(tower.graphs.stats()["hits"].values()) > GROUPS / 4
+    assert sum(tower.graphs.stats()["hits"].values()) > groups / 4
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", TOWERS[1:])  # eight wide: the toy is all rounding
 def test_random_groups_equal_the_cpu_in_bfloat16(name: str, platform: Platform) -> None:
     tower = twins(name, platform, torch.bfloat16)
     assert not tower.graphs.capture().dropped
     chooser = random.Random(6)
-    for _ in range(GROUPS):
+    for _ in range(groups_of(name)):
         request = random_request(tower.graphs.adapter, chooser)
         request = {
             key: value.bfloat16() if torch.is_tensor(value) and value.is_floating_point() else value
