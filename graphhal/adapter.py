@@ -85,7 +85,11 @@ class EncoderAdapter(ABC):
         items: Sequence[ItemSpec],
         inputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """Copy the items' data into the unpacked static inputs, padding tail included (zeros)."""
+        """Copy the items' data into the unpacked static inputs, padding tail included (zeros).
+
+        Raises:
+            RefusedError: the data cannot be replayed, for a reason that sizes do not tell.
+        """
 
     @abstractmethod
     def forward(
@@ -128,7 +132,8 @@ class EncoderAdapter(ABC):
         return item.modality
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
-        """Why such a group must never be replayed, or None."""
+        """Why such a group must not be replayed now, or None. Asked on every request, so it may
+        depend on state; cheap, host integers only."""
         return None
 
     def modules(self) -> Iterable[torch.nn.Module]:

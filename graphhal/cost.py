@@ -18,6 +18,8 @@ REPEATS = 3
 """Timed calls of each kind, after one that is not; their median counts."""
 NEARLY_FULL = 0.75
 """Share of a graph's rows that a case must fill to say what the full graph takes."""
+ALIKE = 0.03
+"""Rows that two eager calls may differ by, as a share, to be timings of one size."""
 EAGER_EVERY = 3
 """Eager calls are measured for one graph in so many: their time changes slowly with size."""
 
@@ -50,7 +52,7 @@ def measure(adapter: EncoderAdapter, execution: Execution, graphs: GraphSet) -> 
                         device,
                     )
                     for items in cases
-                    if abs(sum(item.rows for item in items) - rows) <= rows * (1 - NEARLY_FULL)
+                    if abs(sum(item.rows for item in items) - rows) <= rows * ALIKE
                 )
     return CostTable(replays, eager)
 

@@ -7,6 +7,8 @@ GraphhalError
 ├── PluginError                     a plugin breaks the contract; names plugin, hook and argument
 │   └── NoPlatformError             not exactly one platform can serve; lists all that were tried
 ├── AdapterError                    an adapter breaks the contract, or cannot serve this host
+├── RefusedError                    an adapter cannot stage a group in its graph; it runs eagerly
+├── PeersError                      ranks disagree, or one did not answer in time
 ├── CaptureError                    one graph could not be captured; its inputs run eagerly
 │   ├── HostReadError               captured code read a value that the device had not computed yet
 │   ├── UnsupportedOperationError   captured code did what a graph cannot hold
@@ -50,6 +52,10 @@ class NoPlatformError(PluginError):
 
 class AdapterError(GraphhalError):
     """An adapter does not follow `graphhal.adapter`, or its host cannot be served."""
+
+
+class RefusedError(GraphhalError):
+    """An adapter found, while staging, that a group must not be replayed; it runs eagerly."""
 
 
 class CaptureError(GraphhalError):

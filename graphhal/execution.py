@@ -10,7 +10,7 @@ import torch
 from graphhal.adapter import EncoderAdapter
 from graphhal.arena import Layout, host_block
 from graphhal.boundaries import Boundaries
-from graphhal.errors import AdapterError, CaptureError
+from graphhal.errors import AdapterError, CaptureError, GraphhalError, ReplayError
 from graphhal.graph_set import Entry
 from graphhal.items import ItemSpec
 from graphhal.outputs import as_levels, runs, write_levels
@@ -20,6 +20,10 @@ from graphhal.platform import CapturedGraph, HostUpdate, Platform
 
 class OuterCaptureError(Exception):
     """No replay may happen now: another capture is running on the caller's stream."""
+
+
+class _StagingError(Exception):
+    """The adapter could not stage a request: its cause is the caller's, not the graph's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +140,35 @@ class Execution:
 
         Raises:
             OuterCaptureError: nothing was queued.
+            ReplayError: the platform failed, whatever it raised.
+            RefusedError: the adapter's data does not fit; nothing was launched.
         """
         graph = step.entry.graph
+        try:
+            self._replay(mm_kwargs, step, group, graph)
+        except _StagingError as error:
+            raise (error.__cause__ or error) from None
+        except (GraphhalError, OuterCaptureError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ReplayError(f"{graph.key}: {type(error).__name__}: {error}") from error
+
+    def _replay(
+        self,
+        mm_kwargs: Mapping[str, Any],
+        step: PreparedReplay,
+        group: GroupOutput,
+        graph: CapturedGraph,
+    ) -> None:
         request = graph.request
         entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
         if entered is None:
             raise OuterCaptureError
         with entered as scope, _without_gradients():
-            self._adapter.stage(mm_kwargs, step.items, request.inputs)
+            try:
+                self._adapter.stage(mm_kwargs, step.items, request.inputs)
+            except Exception as error:
+                raise _StagingError from error
             if self._update_first:
                 self._update(graph, step.update)
             self._platform.replay(graph)
@@ -174,6 +199,10 @@ class Execution:
         except torch.OutOfMemoryError:
             if kind == "reference":
                 raise
+            again = True
+        else:
+            again = False
+        if again:  # outside the handler: the error's frames hold the first call's tensors
             self._eager(mm_kwargs, items, starts, group, kind)
 
     def _eager(

@@ -28,7 +28,7 @@ class MissReason(StrEnum):
     NOT_EXACT = "no graph of exactly this size, and only exact ones are allowed"
     REFUSED = "the adapter does not replay such a group"
     CHEAPER_EAGER = "measured: eager is cheaper"
-    OUTER_CAPTURE = "another capture is running on this stream"
+    OUTER_CAPTURE = "another capture is running on this stream, or the pool is not clean"
     REPLAY_FAILED = "the replay failed"
     WEIGHTS_MOVED = "weights were rebound after capture"
 

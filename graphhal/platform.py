@@ -22,7 +22,8 @@ class VarlenAttention(Protocol):
 
     `query`, `key`, `value` are (rows, heads, head_dim); `cu_seqlens` is an int32 device tensor of
     n+1 entries; `max_seqlen` a host int, baked at capture. Returns (rows, heads, head_dim). Rows
-    past the last end, and rows of spare slots, must come back finite or untouched, never read.
+    past the last end, and rows of spare slots, must come back finite or untouched, never read; an
+    attention that cannot take such boundaries refuses them with `BoundariesError`.
     """
 
     def __call__(
@@ -98,7 +99,7 @@ class HostUpdate:
     block: "torch.Tensor"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CaptureRequest:
     """One graph to record.
 
@@ -127,11 +128,13 @@ class CaptureRequest:
     device: "torch.device"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CapturedGraph:
     """A recorded graph: warm-up, capture, replay*, release.
 
-    It holds, strongly, all that a replay reads or writes. A replay overwrites `request.output`.
+    It holds, strongly, all that a replay reads or writes. A replay overwrites `request.output`;
+    one of a released graph raises `ReplayError`. After `poison`, boundaries are updated again
+    before the next replay.
 
     Attributes:
         request: what was captured; keeps the static buffers alive.
@@ -167,6 +170,18 @@ class MemoryProfile:
     settled_bytes: int
     transient_bytes: int
     per_graph: Mapping[GraphKey, int] = field(default_factory=dict)
+
+    def kept_within(self, limit: int | None, arenas: int) -> "MemoryProfile":
+        """The profile with arenas of `arenas` bytes counted in, and the graphs that capture would
+        drop beyond `limit` bytes, in their order, left out."""
+        beside = arenas + self.settled_bytes - sum(self.per_graph.values())
+        kept: dict[GraphKey, int] = {}
+        total = beside
+        for key, num_bytes in self.per_graph.items():
+            if limit is None or total + num_bytes <= limit:
+                kept[key] = num_bytes
+                total += num_bytes
+        return MemoryProfile(total, self.transient_bytes, kept)
 
 
 class StepScope(Protocol):

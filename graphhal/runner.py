@@ -4,7 +4,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from threading import RLock
 from time import perf_counter
 from typing import Any
@@ -14,7 +15,13 @@ import torch
 from graphhal import cost, self_check
 from graphhal.adapter import EncoderAdapter
 from graphhal.cost_table import CostTable
-from graphhal.errors import AdapterError, CaptureError, ReplayError
+from graphhal.errors import (
+    AdapterError,
+    CaptureError,
+    RefusedError,
+    ReplayError,
+    SettingsError,
+)
 from graphhal.execution import Execution, GroupOutput, OuterCaptureError, PreparedReplay
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
 from graphhal.items import ItemSpec
@@ -49,6 +56,7 @@ class _Group:
     starts: tuple[int, ...]
     steps: tuple[PreparedReplay | Eager, ...]
     num_bytes: int
+    refusals: tuple[tuple[tuple[ItemSpec, ...], str | None], ...]
 
 
 class EncoderGraphs:
@@ -61,8 +69,12 @@ class EncoderGraphs:
         peers: the ranks that serve the same encoder together (tensor-parallel weights); they
             capture alike and take the same decision for every group. By default this one alone.
 
-    Every tensor that `run` returns belongs to the caller; no later replay overwrites it. Safe to
-    call from several threads, one request at a time.
+    Every tensor that `run` returns belongs to the caller; no later replay overwrites it. The items
+    of a request are views of one tensor, as they are after an eager call. Safe to call from
+    several threads, one request at a time.
+
+    Raises:
+        SettingsError: `memory_limit` is a fraction, and the platform does not know free memory.
     """
 
     def __init__(
@@ -79,6 +91,11 @@ class EncoderGraphs:
         self.statistics = Statistics()
         self.report = CaptureReport()
         self._lock = RLock()
+        if isinstance(self.settings.memory_limit, float) and platform.info.free_bytes is None:
+            raise SettingsError(
+                f"memory_limit is a fraction, but platform {platform.info.name} cannot say how "
+                "much memory is free; set bytes"
+            )
         adapter.prepare(platform)
         self._execution = Execution(adapter, platform)
         self._graphs = GraphSet(adapter, platform, self.settings, self.peers)
@@ -206,7 +223,8 @@ class EncoderGraphs:
             return self._output_kind
 
     def profile_memory(self) -> MemoryProfile:
-        """What capturing the ladder would take, arenas included, measured; nothing is kept."""
+        """What capturing the ladder would take, measured, arenas included, graphs beyond
+        `memory_limit` left out; nothing is kept."""
         with self._lock, _no_inference_mode():
             ladder = self.ladder()
             if not ladder:
@@ -215,7 +233,7 @@ class EncoderGraphs:
             requests, arenas = self._graphs.requests(ladder, output, self._execution.example)
             graphs = self.platform.profile_memory(requests)
             self._execution.forget()
-            return replace(graphs, settled_bytes=graphs.settled_bytes + arenas)
+            return graphs.kept_within(self._limit(), arenas)
 
     def keys(self) -> list[GraphKey]:
         """Graphs that can be replayed now."""
@@ -314,6 +332,9 @@ class EncoderGraphs:
             self._execution.replay(mm_kwargs, step, output)
         except OuterCaptureError:
             return MissReason.OUTER_CAPTURE
+        except RefusedError as refused:
+            log.debug("graph %s: %s", capacity.key, refused)
+            return MissReason.REFUSED
         except ReplayError as error:
             if self.peers.size > 1:
                 raise  # the other ranks replay: an eager call here would miss their collectives
@@ -341,10 +362,11 @@ class EncoderGraphs:
         key = tuple((item.modality, item.signature, item.frames, item.row_offset) for item in items)
         group = self._groups.get(key)
         if group is not None:
-            self._groups.move_to_end(key)
-            return group
-        if any(item.index != position for position, item in enumerate(items)):
-            raise AdapterError(f"{self.adapter.name}: item_specs must come in request order")
+            if all(self.adapter.refusal(part) == said for part, said in group.refusals):
+                self._groups.move_to_end(key)
+                return group
+            self._groups_bytes -= self._groups.pop(key).num_bytes
+        self._check_specs(items)
         starts = token_starts(items)
         steps: list[PreparedReplay | Eager] = []
         for step in self._planner.plan(items).steps:
@@ -354,13 +376,48 @@ class EncoderGraphs:
                 entry = self._graphs.entries[step.capacity.key]
                 steps.append(self._execution.prepare(entry, step.items, starts))
         num_bytes = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
-        group = self._groups[key] = _Group(starts, tuple(steps), num_bytes)
+        group = self._groups[key] = _Group(starts, tuple(steps), num_bytes, self._refusals(items))
         self._groups_bytes += num_bytes
         while len(self._groups) > 1 and (
             self._groups_bytes > PREPARED_BYTES or len(self._groups) > PREPARED_GROUPS
         ):
             self._groups_bytes -= self._groups.popitem(last=False)[1].num_bytes
         return group
+
+    def _check_specs(self, items: tuple[ItemSpec, ...]) -> None:
+        """Refuse specs that no plan could hold.
+
+        Raises:
+            AdapterError: out of order, or without rows, tokens or attention sequences.
+        """
+        name = self.adapter.name
+        if any(item.index != position for position, item in enumerate(items)):
+            raise AdapterError(f"{name}: item_specs must come in request order")
+        sets: dict[str, set[str]] = {}
+        for item in items:
+            sequences = item.sequences.values()
+            if min(item.rows, item.tokens, *map(len, sequences), *chain(*sequences)) < 1:
+                raise AdapterError(
+                    f"{name}: item {item.index} needs a row, a token, and sequences of a row or "
+                    f"more, got {item}"
+                )
+            known = sets.setdefault(self.adapter.path(item), set(item.sequences))
+            if known != set(item.sequences):
+                raise AdapterError(
+                    f"{name}: items of one path have the same boundary sets, but item "
+                    f"{item.index} has {sorted(item.sequences)} beside {sorted(known)}"
+                )
+
+    def _refusals(
+        self, items: tuple[ItemSpec, ...]
+    ) -> tuple[tuple[tuple[ItemSpec, ...], str | None], ...]:
+        """What the adapter says of each path's items now; a plan holds while it says the same."""
+        if type(self.adapter).refusal is EncoderAdapter.refusal:
+            return ()
+        parts: dict[str, list[ItemSpec]] = {}
+        for item in items:
+            parts.setdefault(self.adapter.path(item), []).append(item)
+        return tuple((part, self.adapter.refusal(part)) for part in map(tuple, parts.values()))
 
     def _plan_with_graphs(self, without: MissReason = MissReason.NO_GRAPHS) -> None:
         """Plan anew; `without` is why items miss where no graph is there."""
@@ -407,16 +464,10 @@ class EncoderGraphs:
         )
 
     def _own_limit(self) -> int | None:
-        limit = self.settings.memory_limit
-        if isinstance(limit, int) or limit is None:
+        limit, free = self.settings.memory_limit, self.platform.info.free_bytes
+        if not isinstance(limit, float):
             return limit
-        free = self.platform.info.free_bytes
-        if free is None:
-            raise CaptureError(
-                f"memory_limit is a fraction, but platform {self.platform.info.name} cannot say "
-                "how much memory is free; set bytes"
-            )
-        return int(limit * free())
+        return None if free is None else int(limit * free())  # None was refused at construction
 
     def _check(self) -> None:
         """Drop what disagrees with eager."""

@@ -32,6 +32,7 @@ class Policy(StrEnum):
     """How the items of a group are spread over graphs.
 
     `single`: one graph holds the whole group, or one eager call does; the same grouping as eager.
+    Videos that no graph holds are replayed by runs of frames, which are independent.
     `packed`: greedy packing into as many replays as it takes; the rest in one eager call.
     `measured`: the cheapest of these by the cost table measured on this card, eager included.
     """

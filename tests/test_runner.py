@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from graphhal import execution, runner
 from graphhal.cpu import plugin as cpu
 from graphhal.discovery import bind
-from graphhal.errors import AdapterError, InputError, ReplayError
+from graphhal.errors import AdapterError, InputError, RefusedError, ReplayError
 from graphhal.plan import GraphKey, MissReason
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Policy, Settings
@@ -335,6 +335,56 @@ def test_a_failed_replay_runs_eagerly_and_the_graph_is_dropped(caplog):
     assert graphs.stats()["hits"] == {"image": 1}
 
 
+@pytest.mark.parametrize("hook", ["replay", "update_boundaries", "step", "enter", "leave"])
+def test_whatever_a_platform_raises_during_a_replay_runs_eagerly(hook):
+    plugin = PlainPlugin()
+    platform, failing = plain_platform(plugin), []
+
+    def trouble(*arguments):
+        if failing:
+            raise ValueError("vendor trouble")
+
+    class Scope:
+        def __init__(self, scope):
+            self.scope = scope
+
+        def __enter__(self):
+            if hook == "enter":
+                trouble()
+            return self.scope.__enter__()
+
+        def __exit__(self, *error):
+            self.scope.__exit__(*error)
+            if hook == "leave":
+                trouble()
+
+    def spoiled(kind, *arguments):
+        scope = platform.step(kind, *arguments)
+        if kind != "replay":
+            return scope
+        if hook == "step":
+            trouble()
+        return Scope(scope)
+
+    def hooked(name):
+        def call(*arguments):
+            trouble()
+            return getattr(platform, name)(*arguments)
+
+        return call
+
+    changed = {"step": spoiled} if hook in ("step", "enter", "leave") else {hook: hooked(hook)}
+    graphs = serve(replace(platform, **changed))
+    failing.append(True)
+    assert_equals_eager(graphs, images(3))
+    assert graphs.try_replay(images(7)) is None
+    failing.clear()
+    assert misses(graphs) == {MissReason.REPLAY_FAILED: 2}
+    assert graphs.keys() == [key(16)]
+    assert "ValueError: vendor trouble" in graphs.report.dropped[0].reason
+    assert_equals_eager(graphs, images(3))
+
+
 def test_try_replay_gives_none_where_the_replay_fails():
     plugin = PlainPlugin()
     graphs = serve(plain_platform(plugin))
@@ -477,18 +527,100 @@ def test_sizes_that_come_again_are_planned_once():
     class Counting(ToyEncoder):
         planned = 0
 
-        def refusal(self, items):
+        def metadata(self, items):
             self.planned += 1
+            return super().metadata(items)
 
     adapter = Counting()
     graphs = serve(plain_platform(), adapter)
+    adapter.planned = 0
     for _ in range(3):
         graphs.run(images(3, 4))
-        graphs.run(images(20))
+        graphs.run(images(4, 3))
     assert adapter.planned == 2
     graphs.drop(key(4), "for a test")
     graphs.run(images(3, 4))
     assert adapter.planned == 3
+
+
+def test_a_refusal_that_comes_and_goes_is_asked_for_on_every_request(platform):
+    graphs = serve(platform, both_paths())
+    asked = request([(1, 4, "image"), (2, 4, "video")])
+    graphs.run(asked)
+    graphs.adapter.refused = "LoRA is on"
+    assert graphs.try_replay(asked) is None
+    assert_equals_eager(graphs, asked)
+    assert graphs.stats()["hits"] == {"image": 1, "video": 1}
+    graphs.adapter.refused = None
+    assert_equals_eager(graphs, asked)
+    assert graphs.stats()["hits"] == {"image": 2, "video": 2}
+
+
+def test_what_an_adapter_refuses_while_staging_runs_eagerly_and_costs_no_graph(platform):
+    class Refusing(ToyEncoder):
+        refusing = False
+
+        def stage(self, mm_kwargs, items, inputs):
+            super().stage(mm_kwargs, items, inputs)
+            if self.refusing:
+                raise RefusedError("a value is above the baked one")
+
+        def eager_inputs(self, mm_kwargs, items):
+            self.refusing, was = False, self.refusing
+            try:
+                return super().eager_inputs(mm_kwargs, items)
+            finally:
+                self.refusing = was
+
+    graphs = serve(platform, Refusing())
+    graphs.adapter.refusing = True
+    assert_equals_eager(graphs, images(3))
+    assert graphs.try_replay(images(3)) is None
+    assert misses(graphs) == {MissReason.REFUSED: 2}
+    graphs.adapter.refusing = False
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["replays"] == {"toy/image[4]": 1}
+
+
+def test_an_adapter_that_cannot_stage_a_request_fails_it_alone(platform):
+    class Failing(ToyEncoder):
+        def stage(self, mm_kwargs, items, inputs):
+            if mm_kwargs.get("broken"):
+                raise RuntimeError("no such tensor")
+            super().stage(mm_kwargs, items, inputs)
+
+    graphs = serve(platform, Failing())
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        graphs.run({**images(3), "broken": True})
+    assert len(graphs.keys()) == 3
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["hits"] == {"image": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sequences": {"cu_seqlens": (), "cu_window_seqlens": (4,)}}, "item 0 needs a row"),
+        ({"sequences": {"cu_seqlens": (4, 0), "cu_window_seqlens": (4,)}}, "item 0 needs a row"),
+        ({"tokens": 0}, "item 0 needs a row"),
+        ({"rows": 0}, "item 0 needs a row"),
+        ({"sequences": {"cu_seqlens": (4,)}}, "items of one path have the same boundary sets"),
+    ],
+)
+def test_specs_that_no_plan_could_hold_are_the_adapters_fault(platform, change, words):
+    class Odd(ToyEncoder):
+        odd = False
+
+        def item_specs(self, mm_kwargs):
+            first, *rest = super().item_specs(mm_kwargs)
+            return (replace(first, **change) if self.odd else first, *rest)
+
+    graphs = serve(platform, Odd())
+    graphs.adapter.odd = True
+    with pytest.raises(AdapterError, match=words):
+        graphs.run(images(2, 2))
+    graphs.adapter.odd = False
+    assert_equals_eager(graphs, images(2, 2))
 
 
 def test_kept_plans_are_bounded(monkeypatch):
@@ -562,9 +694,9 @@ def test_boundaries_are_sent_again_after_an_update_that_failed_half_way():
     graphs = serve(replace(platform, update_boundaries=update))
     graphs.run(images(3, 4))
     failing.append(True)
-    with pytest.raises(RuntimeError, match="plugin bug"):
-        graphs.run(images(4, 3))
+    assert_equals_eager(graphs, images(4, 3))
     failing.clear()
+    assert misses(graphs) == {MissReason.REPLAY_FAILED: 2}
     assert_equals_eager(graphs, images(3, 4))
     assert graphs.stats()["hits"] == {"image": 4}
 
@@ -678,6 +810,19 @@ def test_a_memory_profile_counts_arenas_and_stages_each_example(platform):
     report = graphs.capture()
     assert profile.settled_bytes == report.num_bytes
     assert arenas == report.num_bytes - sum(line.num_bytes for line in report.captured)
+
+
+@pytest.mark.parametrize("fits", [0, 1, 2, 3])
+def test_a_memory_profile_counts_what_the_limit_leaves(fits):
+    # Of 8, 16 and 32 rows the largest is captured first; the smallest fit below it.
+    plugin = PlainPlugin(graph_bytes=lambda size: 1000 * size)
+    full = EncoderGraphs(ToyEncoder(), plain_platform(plugin), Settings()).profile_memory()
+    arenas = full.settled_bytes - 28_000
+    limit = arenas + (3_999, 4_000, 12_000, 28_000)[fits]
+    graphs = EncoderGraphs(ToyEncoder(), plain_platform(plugin), Settings(memory_limit=limit))
+    profile = graphs.profile_memory()
+    assert len(profile.per_graph) == fits
+    assert profile.settled_bytes == arenas + sum(profile.per_graph.values()) <= limit
 
 
 def test_a_memory_profile_disturbs_no_captured_graph(platform):

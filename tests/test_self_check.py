@@ -222,7 +222,10 @@ def test_eager_references_are_shared_between_graphs():
     ("error", "words"),
     [
         (ReplayError("lost"), "self-check: ReplayError: lost"),
-        (RuntimeError("vendor trouble"), "self-check: RuntimeError: vendor trouble"),
+        (
+            RuntimeError("vendor trouble"),
+            "self-check: ReplayError: toy/image[8]: RuntimeError: vendor trouble",
+        ),
     ],
 )
 def test_a_graph_that_cannot_be_replayed_is_dropped(error, words):

@@ -1,5 +1,6 @@
 """What stands in for device memory: poison, snapshots of static memory, and accounting in bytes."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,6 +26,11 @@ EMPTY_OPS = frozenset(
     for overload in packet.overloads()  # type: ignore[no-untyped-call]
     if overload not in ("out", "names", "names_out")
 )
+
+
+def free_bytes() -> int:
+    """Bytes of physical memory that no process uses now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -32,6 +32,7 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
     except (ImportError, OSError) as error:
         return Unavailable(f"torch is installed and cannot be imported: {error}")
     from graphhal.cpu.attention import varlen_attention
+    from graphhal.cpu.memory import free_bytes
 
     return PlatformInfo(
         name="cpu",
@@ -39,6 +40,7 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
         versions={"torch": str(torch.__version__)},
         attention=varlen_attention,
         reference=True,
+        free_bytes=free_bytes,
         capabilities=frozenset({"collectives", "poison"}),
     )
 
