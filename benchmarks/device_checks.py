@@ -34,6 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.rocm_stand_in import StrictAiter
 from graphhal import stream_capture
 from graphhal.boundaries import Boundaries
 from graphhal.errors import (
@@ -942,47 +943,6 @@ def attention_operator_against_wrapper() -> str:
 
 
 # --- rocm's code on NVIDIA, AITER replaced by a strict stand-in -----------------------------------
-
-
-class StrictAiter:
-    """What AITER's attention is at its strictest; computes through FlashAttention.
-
-    Workspaces are looked up by stream and never made during capture; an empty sequence is an
-    error, or NaN where it only shows on the device; rows past the last end stay NaN.
-    """
-
-    def __init__(self) -> None:
-        from graphhal.cuda.attention import flash_kernel
-
-        self.kernel = flash_kernel()
-        self.workspaces: dict[int, torch.Tensor] = {}
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float = 1.0,
-        causal: bool = False,
-    ) -> torch.Tensor:
-        stream = torch.cuda.current_stream().stream_id
-        capturing = torch.cuda.is_current_stream_capturing()
-        if stream not in self.workspaces:
-            if capturing:
-                raise RuntimeError("no workspace: this stream never ran the kernel")
-            self.workspaces[stream] = torch.zeros(4096, device=q.device)
-        self.workspaces[stream].add_(1)
-        if not capturing and min(cu_seqlens_q.diff().tolist()) <= 0:
-            raise ValueError("an empty sequence")
-        written = self.kernel(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
-        rows = torch.arange(len(q), device=q.device)
-        bad = (rows >= cu_seqlens_q[-1]) | (cu_seqlens_q.diff() <= 0).any()
-        return written.masked_fill(bad[:, None, None], float("nan"))
 
 
 class RocmLadder(Ladder):
