@@ -110,7 +110,7 @@ def host_submission(active: Any) -> dict[str, Any]:
     rows = {}
     for frames, reference in ((100, "24.8"), (101, "52.2"), (1500, "27.4")):
         asked = audio_request(adapter, [frames])
-        group = graphs._group(adapter.item_specs(asked))
+        group = graphs._plans.of(adapter.item_specs(asked))
         graph = group.steps[0].entry.graph
         rows[str(frames)] = {
             "reference µs": reference,

@@ -134,7 +134,7 @@ def row(label: str, graphs: EncoderGraphs, request: dict[str, Any], repeats: int
     before = sum(graphs.statistics.hits.values())
     found = Difference.between(torch.cat(graphs.run(request)), torch.cat(graphs.run_eager(request)))
     hit = sum(graphs.statistics.hits.values()) > before
-    group = graphs._group(items)  # the benchmark times the bare replay of the very graph that runs
+    group = graphs._plans.of(items)  # the benchmark times the bare replay of the very graph that runs
     calls: dict[str, Callable[[], Any]] = {
         "eager": lambda: graphs.run_eager(request),
         "graph": lambda: graphs.run(request),

@@ -1,7 +1,7 @@
 """The model's side of the contract: what one family of encoders tells the engine."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,6 +126,13 @@ class EncoderAdapter(ABC):
         }
         self.stage(mm_kwargs, items, fresh)
         return fresh
+
+    def stager(
+        self, items: Sequence[ItemSpec], inputs: Mapping[str, torch.Tensor]
+    ) -> Callable[[Mapping[str, Any]], None]:
+        """`stage` for requests of these sizes into these inputs; kept, since sizes come again.
+        Override to prepare views of the inputs once."""
+        return lambda mm_kwargs: self.stage(mm_kwargs, items, inputs)
 
     def path(self, item: ItemSpec) -> str:
         """The ladder that an item belongs to."""

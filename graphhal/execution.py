@@ -1,6 +1,6 @@
 """One step of a request on the device: a replay or an eager call, with its staging and copy-out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,18 +22,16 @@ class OuterCaptureError(Exception):
     """No replay may happen now: another capture is running on the caller's stream."""
 
 
-class _StagingError(Exception):
-    """The adapter could not stage a request: its cause is the caller's, not the graph's."""
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedReplay:
     """Everything about a replay that depends on sizes alone, kept for equal sizes."""
 
     entry: Entry
     items: tuple[ItemSpec, ...]
+    stage: Callable[[Mapping[str, Any]], None]
     update: HostUpdate
     copies: tuple[tuple[torch.Tensor, int, int], ...]
+    whole: torch.Tensor | None
     label: str
     rows: int
 
@@ -78,6 +76,7 @@ class Execution:
         self._platform = platform
         self._update_first = platform.info.boundary_order == "before"
         self._persist = platform.info.boundaries_persist
+        self._clones = "ordinary_outputs" in platform.info.capabilities
         self._on_device: HostUpdate | None = None
         self._outer: list[HostUpdate] = []
 
@@ -116,7 +115,9 @@ class Execution:
             (output[source : source + length], target, target + length)
             for source, target, length in runs(items, starts)
         )
-        return PreparedReplay(entry, items, update, copies, label, rows)
+        whole = copies[0][0] if copies[0][2] - copies[0][1] == starts[-1] else None
+        stage = self._adapter.stager(items, entry.graph.request.inputs)
+        return PreparedReplay(entry, items, stage, update, copies, whole, label, rows)
 
     def example(
         self,
@@ -144,42 +145,37 @@ class Execution:
             RefusedError: the adapter's data does not fit; nothing was launched.
         """
         graph = step.entry.graph
+        request = graph.request
+        staging: Exception | None = None
         try:
-            self._replay(mm_kwargs, step, group, graph)
-        except _StagingError as error:
-            raise (error.__cause__ or error) from None
+            entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
+            if entered is None:
+                raise OuterCaptureError
+            with entered as scope, _without_gradients():
+                try:
+                    step.stage(mm_kwargs)
+                except Exception as error:
+                    staging = error
+                    raise
+                if self._update_first:
+                    self._update(graph, step.update)
+                self._platform.replay(graph)
+                if not self._update_first:
+                    self._update(graph, step.update)
+                if step.whole is not None and self._clones:
+                    group.tensor = step.whole.clone()
+                    return
+                output = request.output
+                if group.tensor is None:
+                    group.tensor = scope.empty((group.tokens, output.shape[1]), output.dtype)
+                for source, start, end in step.copies:
+                    group.tensor[start:end].copy_(source)
         except (GraphhalError, OuterCaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if error is staging:
+                raise  # the request's or the adapter's fault: an eager call would meet it too
             raise ReplayError(f"{graph.key}: {type(error).__name__}: {error}") from error
-
-    def _replay(
-        self,
-        mm_kwargs: Mapping[str, Any],
-        step: PreparedReplay,
-        group: GroupOutput,
-        graph: CapturedGraph,
-    ) -> None:
-        request = graph.request
-        entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
-        if entered is None:
-            raise OuterCaptureError
-        with entered as scope, _without_gradients():
-            try:
-                self._adapter.stage(mm_kwargs, step.items, request.inputs)
-            except Exception as error:
-                raise _StagingError from error
-            if self._update_first:
-                self._update(graph, step.update)
-            self._platform.replay(graph)
-            if not self._update_first:
-                self._update(graph, step.update)
-            output = request.output
-            if group.tensor is None:
-                group.tensor = scope.empty((group.tokens, output.shape[1]), output.dtype)
-            for source, start, end in step.copies:
-                whole = end - start == group.tokens
-                (group.tensor if whole else group.tensor[start:end]).copy_(source)
 
     def eager(
         self,

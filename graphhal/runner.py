@@ -1,11 +1,8 @@
 """`EncoderGraphs`: captures an encoder's ladder and serves requests by replay, or eagerly."""
 
 import logging
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from threading import RLock
 from time import perf_counter
 from typing import Any
@@ -24,6 +21,7 @@ from graphhal.errors import (
 )
 from graphhal.execution import Execution, GroupOutput, OuterCaptureError, PreparedReplay
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
+from graphhal.group_plans import GroupPlan, GroupPlans
 from graphhal.items import ItemSpec
 from graphhal.outputs import split_items, token_starts
 from graphhal.peers import Peers
@@ -35,11 +33,6 @@ from graphhal.weights import WeightWatch
 
 log = logging.getLogger(__name__)
 
-PREPARED_BYTES = 64 * 2**20
-"""Host bytes of packed blocks that are kept for groups whose sizes come again."""
-PREPARED_GROUPS = 4096
-"""Groups whose plan is kept, eager ones included."""
-
 
 @contextmanager
 def _no_inference_mode() -> Iterator[None]:
@@ -47,16 +40,6 @@ def _no_inference_mode() -> Iterator[None]:
     outside of it."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """How a group of these sizes is served."""
-
-    starts: tuple[int, ...]
-    steps: tuple[PreparedReplay | Eager, ...]
-    num_bytes: int
-    refusals: tuple[tuple[tuple[ItemSpec, ...], str | None], ...]
 
 
 class EncoderGraphs:
@@ -99,8 +82,6 @@ class EncoderGraphs:
         adapter.prepare(platform)
         self._execution = Execution(adapter, platform)
         self._graphs = GraphSet(adapter, platform, self.settings, self.peers)
-        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
-        self._groups_bytes = 0
         self._watch: WeightWatch | None = None
         self._costs: CostTable | None = None
         self._output_kind: tuple[int, torch.dtype] | None = None
@@ -168,8 +149,7 @@ class EncoderGraphs:
         if not items:
             return []
         with self._lock:
-            group = self._group(items)
-            return self._run(mm_kwargs, items, group)
+            return self._run(mm_kwargs, items, self._plans.of(items))
 
     def try_replay(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """As `run`, but None, with a counted miss, where any item would run eagerly."""
@@ -177,7 +157,7 @@ class EncoderGraphs:
         if not items:
             return []
         with self._lock:
-            group = self._group(items)
+            group = self._plans.of(items)
             for step in group.steps:
                 if isinstance(step, Eager):
                     self.statistics.count_misses(items, step.reason)
@@ -301,7 +281,7 @@ class EncoderGraphs:
         return f"platform {info.name} cannot capture collectives, and this tower runs some"
 
     def _run(
-        self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...], group: _Group
+        self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...], group: GroupPlan
     ) -> list[torch.Tensor]:
         output = GroupOutput(group.starts[-1])
         missed: set[int] = set()
@@ -314,7 +294,9 @@ class EncoderGraphs:
                 first_time = {item.index for item in step.items} - missed
                 self.statistics.count_misses((items[i] for i in sorted(first_time)), reason)
                 missed |= first_time
-        self.statistics.count_hits(item for item in items if item.index not in missed)
+        self.statistics.count_hits(
+            [item for item in items if item.index not in missed] if missed else items
+        )
         return split_items(output.filled(), group.starts)
 
     def _replay(
@@ -357,74 +339,10 @@ class EncoderGraphs:
         self.report.dropped = [Dropped(key, reason) for key in keys]
         self._plan_with_graphs(MissReason.WEIGHTS_MOVED)
 
-    def _group(self, items: tuple[ItemSpec, ...]) -> _Group:
-        """How to serve items of these sizes; kept, since sizes come again."""
-        key = tuple((item.modality, item.signature, item.frames, item.row_offset) for item in items)
-        group = self._groups.get(key)
-        if group is not None:
-            if all(self.adapter.refusal(part) == said for part, said in group.refusals):
-                self._groups.move_to_end(key)
-                return group
-            self._groups_bytes -= self._groups.pop(key).num_bytes
-        self._check_specs(items)
-        starts = token_starts(items)
-        steps: list[PreparedReplay | Eager] = []
-        for step in self._planner.plan(items).steps:
-            if isinstance(step, Eager):
-                steps.append(step)
-            else:
-                entry = self._graphs.entries[step.capacity.key]
-                steps.append(self._execution.prepare(entry, step.items, starts))
-        num_bytes = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
-        group = self._groups[key] = _Group(starts, tuple(steps), num_bytes, self._refusals(items))
-        self._groups_bytes += num_bytes
-        while len(self._groups) > 1 and (
-            self._groups_bytes > PREPARED_BYTES or len(self._groups) > PREPARED_GROUPS
-        ):
-            self._groups_bytes -= self._groups.popitem(last=False)[1].num_bytes
-        return group
-
-    def _check_specs(self, items: tuple[ItemSpec, ...]) -> None:
-        """Refuse specs that no plan could hold.
-
-        Raises:
-            AdapterError: out of order, or without rows, tokens or attention sequences.
-        """
-        name = self.adapter.name
-        if any(item.index != position for position, item in enumerate(items)):
-            raise AdapterError(f"{name}: item_specs must come in request order")
-        sets: dict[str, set[str]] = {}
-        for item in items:
-            sequences = item.sequences.values()
-            if min(item.rows, item.tokens, *map(len, sequences), *chain(*sequences)) < 1:
-                raise AdapterError(
-                    f"{name}: item {item.index} needs a row, a token, and sequences of a row or "
-                    f"more, got {item}"
-                )
-            known = sets.setdefault(self.adapter.path(item), set(item.sequences))
-            if known != set(item.sequences):
-                raise AdapterError(
-                    f"{name}: items of one path have the same boundary sets, but item "
-                    f"{item.index} has {sorted(item.sequences)} beside {sorted(known)}"
-                )
-
-    def _refusals(
-        self, items: tuple[ItemSpec, ...]
-    ) -> tuple[tuple[tuple[ItemSpec, ...], str | None], ...]:
-        """What the adapter says of each path's items now; a plan holds while it says the same."""
-        if type(self.adapter).refusal is EncoderAdapter.refusal:
-            return ()
-        parts: dict[str, list[ItemSpec]] = {}
-        for item in items:
-            parts.setdefault(self.adapter.path(item), []).append(item)
-        return tuple((part, self.adapter.refusal(part)) for part in map(tuple, parts.values()))
-
     def _plan_with_graphs(self, without: MissReason = MissReason.NO_GRAPHS) -> None:
         """Plan anew; `without` is why items miss where no graph is there."""
-        self._groups.clear()
-        self._groups_bytes = 0
         self._without = without
-        self._planner = Planner(
+        planner = Planner(
             [entry.capacity for entry in self._graphs.entries.values()],
             self.settings.policy,
             self.adapter.path,
@@ -434,6 +352,7 @@ class EncoderGraphs:
             costs=self._costs,
             without=without,
         )
+        self._plans = GroupPlans(self.adapter, self._execution, planner, self._graphs.entries)
 
     def _first_output(self, ladder: Sequence[Capacity]) -> torch.Tensor:
         """An eager output of the smallest worst case: tells the static output's width and dtype.

@@ -1,5 +1,6 @@
 """What happened: hits, misses by reason, padding waste, histogram of item tokens."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -8,6 +9,7 @@ from graphhal.items import ItemSpec
 
 TOKEN_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper edges of the input token histogram, in tokens an item; above the last is `inf`."""
+_EDGES = (*map(str, TOKEN_EDGES), "inf")
 
 
 class Statistics:
@@ -46,8 +48,7 @@ class Statistics:
             self._count_tokens(item)
 
     def _count_tokens(self, item: ItemSpec) -> None:
-        edge = next((str(e) for e in TOKEN_EDGES if item.tokens <= e), "inf")
-        self.tokens[edge] += 1
+        self.tokens[_EDGES[bisect_left(TOKEN_EDGES, item.tokens)]] += 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: counts are items unless the name says otherwise."""
@@ -65,9 +66,5 @@ class Statistics:
                 key: 1 - self.rows_used[key] / rows
                 for key, rows in sorted(self.rows_replayed.items())
             },
-            "item_tokens": {
-                edge: self.tokens[edge]
-                for edge in (*map(str, TOKEN_EDGES), "inf")
-                if self.tokens[edge]
-            },
+            "item_tokens": {edge: self.tokens[edge] for edge in _EDGES if self.tokens[edge]},
         }

@@ -68,11 +68,11 @@ class _Window:
         self._tables = [table for table, _, _ in places]
         self._names = [name for _, name, _ in places]
         self._held = [held for _, _, held in places]
-        self._tensors = [held for held in self._held if isinstance(held, torch.Tensor)]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._data_ptrs = [held.data_ptr for held in self._held if isinstance(held, torch.Tensor)]
+        self._addresses = [data_ptr() for data_ptr in self._data_ptrs]
 
     def moved(self) -> bool:
         current = map(_GET, self._tables, self._names)
         if not all(map(operator.is_, current, self._held)):
             return True
-        return list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
+        return [data_ptr() for data_ptr in self._data_ptrs] != self._addresses

@@ -42,7 +42,7 @@ ORDER = (
     {"arena"},
     {"graph_set"},
     {"execution"},
-    {"self_check", "cost"},
+    {"self_check", "cost", "group_plans"},
     {"runner"},
     {"data_parallel", "discovery"},
     {"testing"},

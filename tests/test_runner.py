@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphhal import execution, runner
+from graphhal import execution, group_plans
 from graphhal.cpu import plugin as cpu
 from graphhal.discovery import bind
 from graphhal.errors import AdapterError, InputError, RefusedError, ReplayError
@@ -118,6 +118,20 @@ def test_levels_stand_side_by_side(platform):
         for levels in (1, 2)
     )
     assert two == 2 * one
+
+
+def test_outputs_are_the_callers_where_a_step_allocates_as_usual():
+    graphs = serve(plain_platform(capabilities=frozenset({"ordinary_outputs"})), both_paths())
+    asked = [images(3), images(8, 1), request([(1, 4, "image"), (2, 4, "video")]), images(16)]
+    held = [graphs.run(each) for each in asked]
+    kept = [[output.clone() for output in outputs] for outputs in held]
+    for each, outputs, before in zip(asked, held, kept, strict=True):
+        assert_equals_eager(graphs, each, outputs)
+        assert all(map(torch.equal, outputs, before))
+        static = graphs._graphs.arena.output
+        addresses = {output.untyped_storage().data_ptr() for output in outputs}
+        assert static.untyped_storage().data_ptr() not in addresses
+    assert graphs.stats()["misses"] == {}
 
 
 def test_strided_pixels_and_pixels_with_gradients_are_taken(platform):
@@ -625,14 +639,14 @@ def test_specs_that_no_plan_could_hold_are_the_adapters_fault(platform, change, 
 
 def test_kept_plans_are_bounded(monkeypatch):
     graphs = serve(plain_platform())
-    monkeypatch.setattr(runner, "PREPARED_GROUPS", 5)
+    monkeypatch.setattr(group_plans, "PREPARED_GROUPS", 5)
     for tokens in range(1, 40):
         graphs.run(images(tokens))
-    assert len(graphs._groups) == 5
-    monkeypatch.setattr(runner, "PREPARED_BYTES", 0)
+    assert len(graphs._plans) == 5
+    monkeypatch.setattr(group_plans, "PREPARED_BYTES", 0)
     for tokens in (1, 2, 3):
         assert_equals_eager(graphs, images(tokens))
-        assert len(graphs._groups) == 1
+        assert len(graphs._plans) == 1
 
 
 # Boundaries ----------------------------------------------------------------------------------

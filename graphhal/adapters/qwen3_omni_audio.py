@@ -1,6 +1,6 @@
 """Qwen3-Omni's audio encoder from transformers: clips in windows, tails padded apart."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -213,32 +213,30 @@ class Qwen3OmniAudio(EncoderAdapter):
     ) -> None:
         """One view and one copy for the full windows of neighbouring clips of one length, one more
         for their tails, whose padding alone is zeroed."""
-        features, _ = _first_of(mm_kwargs, FEATURE_KEYS)
-        target, at = inputs[WINDOWS], 0
-        mel, width = target.shape[1:]
-        # One view for each side of a copy: slices of slices cost more than the copy itself.
-        mel_step, step = features.stride()
-        window_step, *steps = target.stride()
-        for start, clips, frames in _runs(items, width):
-            whole, rest = divmod(frames, width)
-            windows = whole + (rest > 0)
-            source = features.storage_offset() + start * step
-            into = target.storage_offset() + at * window_step
-            at += clips * windows
-            apart, apart_into = frames * step, windows * window_step
-            if whole:
-                size = (clips, whole, mel, width)
-                full = features.as_strided(size, (apart, width * step, mel_step, step), source)
-                target.as_strided(size, (apart_into, window_step, *steps), into).copy_(full)
-            if rest:
-                source, into = source + whole * width * step, into + whole * window_step
-                used = (clips, mel, rest)
-                tail = features.as_strided(used, (apart, mel_step, step), source)
-                target.as_strided(used, (apart_into, *steps), into).copy_(tail)
-                spare, into = (clips, mel, width - rest), into + rest * steps[-1]
-                target.as_strided(spare, (apart_into, *steps), into).zero_()
-        if at < target.shape[0]:
-            target[at:].zero_()
+        self.stager(items, inputs)(mm_kwargs)
+
+    def stager(
+        self, items: Sequence[ItemSpec], inputs: Mapping[str, torch.Tensor]
+    ) -> Callable[[Mapping[str, Any]], None]:
+        """`stage` with the views of the input made once."""
+        copies, padding = _staging(items, inputs[WINDOWS])
+        # One clip of one window, if it is the whole request, needs no view at all.
+        alone = _frames_of(items[0]) if len(items) == items[0].rows == 1 else 0
+
+        def stage(mm_kwargs: Mapping[str, Any]) -> None:
+            features, _ = _first_of(mm_kwargs, FEATURE_KEYS)
+            if alone == features.shape[1]:
+                copies[0][0].copy_(features)
+            else:
+                first, (mel_step, step) = features.storage_offset(), features.stride()
+                for into, size, start, apart in copies:
+                    # One view for each copy: slices of slices cost more than the copy itself.
+                    steps = *[frames * step for frames in apart], mel_step, step
+                    into.copy_(features.as_strided(size, steps, first + start * step))
+            for unused in padding:
+                unused.zero_()
+
+        return stage
 
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
@@ -285,6 +283,41 @@ class Qwen3OmniAudio(EncoderAdapter):
             yield self._items_of([(chunks - clips + 1) * self.width] + [1] * (clips - 1))
         if clips > 2:
             yield self._items_of([1] * (clips - 2) + [self.width])
+
+
+_Copy = tuple[torch.Tensor, tuple[int, ...], int, tuple[int, ...]]
+"""(view of the windows, size of the source's view, its first frame, frames between its parts)."""
+
+
+def _staging(
+    items: Sequence[ItemSpec], target: torch.Tensor
+) -> tuple[list[_Copy], list[torch.Tensor]]:
+    """Copies that stage the items into `target` (windows, mel, width), and what is zeroed."""
+    mel, width = target.shape[1:]
+    window_step, *steps = target.stride()
+    copies: list[_Copy] = []
+    padding = []
+    at = 0
+    for start, clips, frames in _runs(items, width):
+        whole, rest = divmod(frames, width)
+        windows = whole + (rest > 0)
+        into = target.storage_offset() + at * window_step
+        apart_into = windows * window_step
+        at += clips * windows
+        if whole:
+            size = (clips, whole, mel, width)
+            view = target.as_strided(size, (apart_into, window_step, *steps), into)
+            copies.append((view, size, start, (frames, width)))
+        if rest:
+            into += whole * window_step
+            used = (clips, mel, rest)
+            view = target.as_strided(used, (apart_into, *steps), into)
+            copies.append((view, used, start + whole * width, (frames,)))
+            spare = (clips, mel, width - rest)
+            padding.append(target.as_strided(spare, (apart_into, *steps), into + rest * steps[-1]))
+    if at < target.shape[0]:
+        padding.append(target[at:])
+    return copies, padding
 
 
 def _runs(items: Sequence[ItemSpec], width: int) -> Iterator[tuple[int, int, int]]:

@@ -1,6 +1,6 @@
 """Qwen3-Omni's vision encoder from transformers: images and videos, with DeepStack levels."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import isqrt, prod
 from pathlib import Path
@@ -289,34 +289,35 @@ class Qwen3OmniVision(EncoderAdapter):
         inputs: Mapping[str, torch.Tensor],
     ) -> None:
         """One copy for each run of neighbouring rows: one for a whole group."""
+        self.stager(items, inputs)(mm_kwargs)
+
+    def stager(
+        self, items: Sequence[ItemSpec], inputs: Mapping[str, torch.Tensor]
+    ) -> Callable[[Mapping[str, Any]], None]:
+        """`stage` with the views of the input made once."""
         target, at = inputs[PIXELS], 0
-        for source in self._runs(mm_kwargs, items):
-            end = at + source.shape[0]
-            (target if end - at == target.shape[0] else target[at:end]).copy_(source)
-            at = end
-        if at < target.shape[0]:
-            target[at:].zero_()
+        copies = []
+        for key, start, end in _runs(items):
+            copies.append((key, start, end, target[at : at + end - start]))
+            at += end - start
+        padding = target[at:] if at < target.shape[0] else None
+
+        def stage(mm_kwargs: Mapping[str, Any]) -> None:
+            for key, start, end, into in copies:
+                source = mm_kwargs[key]
+                into.copy_(source if source.shape[0] == end - start else source[start:end])
+            if padding is not None:
+                padding.zero_()
+
+        return stage
 
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
     ) -> dict[str, torch.Tensor]:
         """The caller's own pixels where they are one contiguous run; a gathered copy otherwise."""
-        runs = list(self._runs(mm_kwargs, items))
+        runs = [mm_kwargs[key][start:end] for key, start, end in _runs(items)]
         pixels = runs[0] if len(runs) == 1 else torch.cat([run.to(self.dtype) for run in runs])
         return {PIXELS: pixels.to(self.device, self.dtype).contiguous()}
-
-    def _runs(
-        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
-    ) -> Iterator[torch.Tensor]:
-        """Views of the request's pixels, in the items' order, as few as there can be."""
-        modality, start = items[0].modality, items[0].row_offset
-        end = start + items[0].rows
-        for item in items[1:]:
-            if item.modality != modality or item.row_offset != end:
-                yield mm_kwargs[KEYS[modality][0]][start:end]
-                modality, start = item.modality, item.row_offset
-            end = item.row_offset + item.rows
-        yield mm_kwargs[KEYS[modality][0]][start:end]
 
     def forward(
         self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
@@ -385,6 +386,18 @@ class Qwen3OmniVision(EncoderAdapter):
             offset = specs[-1].row_offset + specs[-1].rows if specs else 0
             specs.append(self._spec(index, modality, frames, h, w, offset))
         return tuple(specs)
+
+
+def _runs(items: Sequence[ItemSpec]) -> Iterator[tuple[str, int, int]]:
+    """(key of the pixels, first row, end) in the items' order, as few as there can be."""
+    modality, start = items[0].modality, items[0].row_offset
+    end = start + items[0].rows
+    for item in items[1:]:
+        if item.modality != modality or item.row_offset != end:
+            yield KEYS[modality][0], start, end
+            modality, start = item.modality, item.row_offset
+        end = item.row_offset + item.rows
+    yield KEYS[modality][0], start, end
 
 
 def _frame_size(item: ItemSpec) -> tuple[int, int]:

@@ -61,7 +61,11 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
         attention=bind_attention(capability),
         free_bytes=free_bytes,
         capabilities=frozenset(
-            {"collectives", *(("mem_pool_eager", "poison") if private_pools else ())}
+            {
+                "collectives",
+                "ordinary_outputs",
+                *(("mem_pool_eager", "poison") if private_pools else ()),
+            }
         ),
     )
 

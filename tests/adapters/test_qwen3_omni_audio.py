@@ -14,7 +14,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     get_valid_indices,
 )
 
-from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudio, Qwen3OmniAudioFactory
+from graphhal.adapters.qwen3_omni_audio import WINDOWS, Qwen3OmniAudio, Qwen3OmniAudioFactory
 from graphhal.adapters.sample_files import read_sound, sample_speech
 from graphhal.errors import InputError, SettingsError
 from graphhal.plan import Eager, MissReason, Planner, Replay
@@ -394,3 +394,34 @@ def test_a_sound_that_cannot_be_decoded_is_named(tower, tmp_path: Path):
     ):
         with pytest.raises(InputError, match=rf"^item 1: .*{name}.*{message}"):
             FACTORY.load(adapter, [sample_speech(), tmp_path / name])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("lengths", [[1], [99], [100], [101], [200, 200], [350, 350, 1], [100, 50]])
+def test_a_kept_stager_puts_every_frame_where_it_belongs(tower, lengths, first):
+    adapter, _ = tower
+    everything = [100] * first + lengths  # the items may be some of a larger request
+    items = adapter.item_specs(request_of(adapter, everything))[first:]
+    target = torch.empty((sum(item.rows for item in items) + 1, adapter.mel, adapter.width))
+    stage = adapter.stager(items, {WINDOWS: target})
+    for seed in range(3):
+        request = request_of(adapter, everything, seed)
+        windows = []
+        for clip in request["input_features"].split(everything, dim=1)[first:]:
+            padded = torch.nn.functional.pad(clip, (0, -clip.shape[1] % adapter.width))
+            windows += padded.split(adapter.width, dim=1)
+        expected = torch.stack([*windows, torch.zeros(adapter.mel, adapter.width)])
+        for features in (request["input_features"], request["input_features"].T.contiguous().T):
+            target.fill_(float("nan"))
+            stage({**request, "input_features": features})
+            assert torch.equal(target, expected)
+
+
+def test_a_kept_stager_of_one_window_serves_larger_requests_too(tower):
+    adapter, _ = tower
+    target = torch.empty((1, adapter.mel, adapter.width))
+    request = request_of(adapter, [100, 30])
+    stage = adapter.stager(adapter.item_specs(request)[:1], {WINDOWS: target})
+    for asked in (request_of(adapter, [100]), request):
+        stage(asked)
+        assert torch.equal(target[0], asked["input_features"][:, :100])

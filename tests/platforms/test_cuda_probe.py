@@ -97,13 +97,18 @@ def test_a_usable_host(monkeypatch):
     assert info.allow_empty
     assert info.versions["device"] == "a fast one"
     assert info.versions["driver"] == "13.1"
-    assert info.capabilities == {"collectives", "mem_pool_eager", "poison"}
+    assert info.capabilities == {
+        "collectives",
+        "mem_pool_eager",
+        "ordinary_outputs",
+        "poison",
+    }
 
 
 def test_an_allocator_without_private_pools_claims_none(monkeypatch):
     host(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert plugin.graphhal_probe().capabilities == {"collectives"}
+    assert plugin.graphhal_probe().capabilities == {"collectives", "ordinary_outputs"}
 
 
 @pytest.mark.parametrize("name", ["cuda", "rocm"])

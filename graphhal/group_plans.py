@@ -1,0 +1,134 @@
+"""How groups of items are served, computed once for equal sizes and kept while that stays true."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from graphhal.adapter import EncoderAdapter
+from graphhal.errors import AdapterError
+from graphhal.execution import Execution, PreparedReplay
+from graphhal.graph_set import Entry
+from graphhal.items import ItemSpec
+from graphhal.outputs import token_starts
+from graphhal.plan import Eager, GraphKey, Planner
+
+PREPARED_BYTES = 64 * 2**20
+"""Host bytes of packed blocks that are kept for groups whose sizes come again."""
+PREPARED_GROUPS = 4096
+"""Groups whose plan is kept, eager ones included."""
+
+_Refusals = tuple[tuple[tuple[ItemSpec, ...], str | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """How a group of these sizes is served.
+
+    Attributes:
+        starts: first row of each item in the group's output; one more entry: the end.
+        steps: replays and eager calls, in order.
+        num_bytes: host bytes of the packed blocks.
+        refusals: items of each path and what the adapter said of them; the plan holds while it
+            says the same.
+    """
+
+    starts: tuple[int, ...]
+    steps: tuple[PreparedReplay | Eager, ...]
+    num_bytes: int
+    refusals: _Refusals
+
+
+class GroupPlans:
+    """Plans of groups by their sizes, the ones used last kept.
+
+    Args:
+        adapter: whose items they are.
+        execution: prepares replays.
+        planner: decides.
+        entries: graphs that the planner knows.
+    """
+
+    def __init__(
+        self,
+        adapter: EncoderAdapter,
+        execution: Execution,
+        planner: Planner,
+        entries: Mapping[GraphKey, Entry],
+    ) -> None:
+        self._adapter = adapter
+        self._execution = execution
+        self._planner = planner
+        self._entries = entries
+        self._refuses = type(adapter).refusal is not EncoderAdapter.refusal
+        self._kept: OrderedDict[Hashable, GroupPlan] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def of(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
+        """How to serve these items.
+
+        Raises:
+            AdapterError: the specs describe no group that could be served.
+        """
+        key = tuple([(i.modality, i.signature, i.frames, i.row_offset) for i in items])
+        plan = self._kept.get(key)
+        if plan is not None:
+            if all(self._adapter.refusal(part) == said for part, said in plan.refusals):
+                self._kept.move_to_end(key)
+                return plan
+            self._num_bytes -= self._kept.pop(key).num_bytes
+        plan = self._kept[key] = self._made(items)
+        self._num_bytes += plan.num_bytes
+        while len(self._kept) > 1 and (
+            self._num_bytes > PREPARED_BYTES or len(self._kept) > PREPARED_GROUPS
+        ):
+            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+        return plan
+
+    def _made(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
+        _check(self._adapter, items)
+        starts = token_starts(items)
+        steps: list[PreparedReplay | Eager] = []
+        for step in self._planner.plan(items).steps:
+            if isinstance(step, Eager):
+                steps.append(step)
+            else:
+                entry = self._entries[step.capacity.key]
+                steps.append(self._execution.prepare(entry, step.items, starts))
+        num_bytes = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
+        return GroupPlan(starts, tuple(steps), num_bytes, self._refusals(items))
+
+    def _refusals(self, items: tuple[ItemSpec, ...]) -> _Refusals:
+        if not self._refuses:
+            return ()
+        parts: dict[str, list[ItemSpec]] = {}
+        for item in items:
+            parts.setdefault(self._adapter.path(item), []).append(item)
+        return tuple((part, self._adapter.refusal(part)) for part in map(tuple, parts.values()))
+
+
+def _check(adapter: EncoderAdapter, items: tuple[ItemSpec, ...]) -> None:
+    """Refuse specs that no plan could hold.
+
+    Raises:
+        AdapterError: out of order, or without rows, tokens or attention sequences.
+    """
+    if any(item.index != position for position, item in enumerate(items)):
+        raise AdapterError(f"{adapter.name}: item_specs must come in request order")
+    sets: dict[str, set[str]] = {}
+    for item in items:
+        sequences = item.sequences.values()
+        if min(item.rows, item.tokens, *map(len, sequences), *chain(*sequences)) < 1:
+            raise AdapterError(
+                f"{adapter.name}: item {item.index} needs a row, a token, and sequences of a row "
+                f"or more, got {item}"
+            )
+        known = sets.setdefault(adapter.path(item), set(item.sequences))
+        if known != set(item.sequences):
+            raise AdapterError(
+                f"{adapter.name}: items of one path have the same boundary sets, but item "
+                f"{item.index} has {sorted(item.sequences)} beside {sorted(known)}"
+            )
