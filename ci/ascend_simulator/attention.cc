@@ -52,24 +52,30 @@ aclError attend(const aclTensor *q, const aclTensorList *k, const aclTensorList 
 }  // namespace
 
 #define T const aclTensor *
-// Argument order: as the public interface of version 3 lists them, confirmed by equal numbers.
-#define VERSION_3                                                                                              \
+// Argument orders: as the public interfaces list them, confirmed by equal numbers. Version 1 of
+// PyTorch's operator calls 3; its version 2 calls 4, and 5 on Ascend 950.
+#define TENSORS                                                                                                \
   T q, const aclTensorList *k, const aclTensorList *v, T, T, const aclIntArray *q_ends,                        \
-      const aclIntArray *kv_ends, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, const aclIntArray *, T, T,   \
-      T, int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t, int64_t, int64_t, int64_t,     \
-      int64_t, bool, int64_t, int64_t, T out, T, uint64_t *workspace, aclOpExecutor **executor
+      const aclIntArray *kv_ends, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, const aclIntArray *, T, T, T
+#define NUMBERS                                                                                                \
+  int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t, int64_t, int64_t, int64_t, int64_t
+#define RESULTS T out, T, uint64_t *workspace, aclOpExecutor **executor
+#define ATTENTION(version, ...)                                                                                \
+  __attribute__((used)) int aclnnFusedInferAttentionScore##version##GetWorkspaceSize(__VA_ARGS__) {            \
+    return attend(q, k, v, q_ends, kv_ends, heads, scale, layout, out, workspace, executor);                   \
+  }                                                                                                            \
+  __attribute__((used)) int aclnnFusedInferAttentionScore##version##GetMaxWorkspaceSize(__VA_ARGS__) {         \
+    (void)q, (void)k, (void)v, (void)q_ends, (void)kv_ends, (void)heads, (void)scale, (void)layout, (void)out; \
+    *workspace = 4096;                                                                                         \
+    *executor = nullptr;                                                                                       \
+    return 0;                                                                                                  \
+  }
 
 extern "C" {
 
-__attribute__((used)) int aclnnFusedInferAttentionScoreV3GetWorkspaceSize(VERSION_3) {
-  return attend(q, k, v, q_ends, kv_ends, heads, scale, layout, out, workspace, executor);
-}
-__attribute__((used)) int aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize(VERSION_3) {
-  (void)q, (void)k, (void)v, (void)q_ends, (void)kv_ends, (void)heads, (void)scale, (void)layout, (void)out;
-  *workspace = 4096;
-  *executor = nullptr;
-  return 0;
-}
+ATTENTION(V3, TENSORS, NUMBERS, bool, int64_t, int64_t, RESULTS)
+ATTENTION(V4, TENSORS, T, T, NUMBERS, bool, int64_t, int64_t, int64_t, RESULTS)
+ATTENTION(V5, TENSORS, T, T, const aclIntArray *, const aclIntArray *, NUMBERS, bool, int64_t, int64_t, int64_t, int64_t, RESULTS)
 
 // What PyTorch's scaled_dot_product_attention becomes; the mask is true where nothing is attended.
 __attribute__((used)) int aclnnFlashAttentionScoreGetWorkspaceSize(

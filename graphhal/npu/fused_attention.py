@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch_npu
+from torch_npu import npu
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,12 @@ VERSIONS = (
 
 @cache
 def fused_attention() -> FusedAttention | None:
-    """The version of the operator that this wheel can capture and update; the older one first."""
-    for version in VERSIONS:
+    """The version of the operator that this wheel can capture and update on this chip.
+
+    The older one first; Ascend 950 runs only the newer.
+    """
+    only_newer = "Ascend950" in str(npu.get_device_name(npu.current_device()))
+    for version in VERSIONS[1:] if only_newer else VERSIONS:
         has_operator = hasattr(torch.ops.npu, version.name)
         if has_operator and hasattr(torch_npu, f"_{version.name}_get_max_workspace"):
             return version

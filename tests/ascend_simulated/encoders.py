@@ -2,7 +2,8 @@
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,22 @@ def twins(
         EncoderGraphs(ours, platform, settings),
         EncoderGraphs(reference, plain_platform(), settings),
     )
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """PyTorch 2.13's CPU convolution of bfloat16 reads memory beyond very short inputs, on some
+    machines, where it goes through oneDNN: clips of a few frames would have random references."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+def in_bfloat16(request: dict[str, Any]) -> dict[str, Any]:
+    """Floating-point tensors of a request in bfloat16."""
+    return {
+        key: value.bfloat16() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in request.items()
+    }
 
 
 def _take_the_devices_gelu(module: torch.nn.Module) -> None:

@@ -1,5 +1,6 @@
 """The simulator itself: kernels against PyTorch, rules of streams, captures and task groups."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 import torch_npu
 
 from graphhal.npu.capture_state import direct_launches
+from graphhal.npu.fused_attention import VERSIONS, FusedAttention
 from tests.ascend_simulated import simulator
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
@@ -100,15 +102,13 @@ def test_a_kernel_computes_what_pytorch_computes(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ends", [[8], [3, 8], [1, 2, 3, 8]])
 @pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS, ids=["1", "2"])
 def test_fused_attention_attends_within_sequences(
-    dtype: torch.dtype, ends: list[int], kv_heads: int
+    dtype: torch.dtype, ends: list[int], kv_heads: int, version: FusedAttention
 ) -> None:
     query, key, value = (torch.randn(8, heads, 16).to(dtype) for heads in (2, kv_heads, kv_heads))
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        query.npu(), key.npu(), value.npu(), input_layout="TND", num_heads=2,
-        num_key_value_heads=kv_heads, scale=0.25, actual_seq_lengths=ends,
-        actual_seq_lengths_kv=ends,
-    )  # fmt: skip
+    arguments = version.arguments(query.npu(), key.npu(), value.npu(), 0.25)
+    out, _ = version.operator(**arguments, **version.ends(ends))
     parts = []
     for start, end in zip([0, *ends], ends, strict=False):
         q, k, v = (x[start:end].float().transpose(0, 1) for x in (query, key, value))
@@ -128,6 +128,34 @@ def test_fused_attention_refuses_ends_that_do_not_cover_the_rows(ends: list[int]
             rows, rows, rows, input_layout="TND", num_heads=2, num_key_value_heads=2, scale=1.0,
             actual_seq_lengths=ends, actual_seq_lengths_kv=ends,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("soc", "version"), [("Ascend910B1", "V3"), ("Ascend950PR_9579", "V5")])
+def test_each_chip_gets_the_version_that_it_runs(soc: str, version: str) -> None:
+    """Ascend 950 refuses version 1 of PyTorch's operator, and runs 2 through another kernel."""
+    program = f"""
+        import warnings; warnings.simplefilter("ignore")
+        import torch
+        from graphhal.npu import plugin
+        from tests.ascend_simulated import simulator
+        info = plugin.graphhal_probe()
+        rows = torch.randn(8, 2, 16)
+        ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+        out = info.attention(*[rows.npu()] * 3, ends.npu(), 5, 0.25).cpu()
+        for part in (slice(0, 3), slice(3, 8)):
+            heads = rows[part].transpose(0, 1)
+            attended = torch.softmax(heads @ heads.transpose(1, 2) / 4, -1) @ heads
+            torch.testing.assert_close(out[part], attended.transpose(0, 1))
+        assert "aclnnFusedInferAttentionScore{version}" in simulator.calls()
+        print(info.versions["device"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "CANN_SIM_SOC": soc},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == soc
 
 
 def test_random_numbers_are_normal_and_repeatable() -> None:
@@ -268,7 +296,7 @@ def test_streams_are_limited() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True, text=True, timeout=100, check=False,
-        env={**__import__("os").environ, "CANN_SIM_STREAMS": "39"},
+        env={**os.environ, "CANN_SIM_STREAMS": "39"},
     )  # fmt: skip
     count, named = done.stdout.splitlines()[-1].split()
     assert 1 < int(count) < 9, done.stdout + done.stderr

@@ -1,0 +1,115 @@
+"""One process for each injected failure: it must serve, eagerly where it has to, and exit with 0.
+
+python -m tests.ascend_simulated.faults {capture|replay} {first|all}
+
+A failure at the first, or at every, occurrence of every runtime call that capturing a graph, or
+replaying one, makes. The device is opened only in the processes, which are forked.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+
+from graphhal.discovery import bind  # noqa: E402
+from graphhal.npu import acl_errors, plugin  # noqa: E402
+from graphhal.platform import PlatformInfo  # noqa: E402
+from tests.ascend_simulated import simulator  # noqa: E402
+from tests.ascend_simulated.encoders import Twins, assert_equal, twins  # noqa: E402
+from tests.toy_encoder import images  # noqa: E402
+
+REQUESTS = ((2, 3), (5,))
+NOT_OURS = {"aclrtGetMemInfo"}
+"""Calls whose failure torch_npu itself ends the process for, or swallows."""
+
+
+def tower_of_this_process() -> Twins:
+    """A small tower; opens the device."""
+    info = plugin.graphhal_probe()
+    assert isinstance(info, PlatformInfo), info
+    return twins(
+        "toy", bind(plugin, info, "npu"), token_budgets=(8,), self_check="off", max_items=3
+    )
+
+
+def serve(tower: Twins) -> None:
+    """Encode every request, and compare it with the CPU."""
+    for tokens in REQUESTS:
+        request = images(*tokens)
+        assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+
+
+def failing(phase: str, fault: str) -> dict[str, int]:
+    """Serve with one fault in the phase; runtime calls of the phase."""
+    acl_errors.WAIT_SECONDS = 3.0
+    tower = tower_of_this_process()
+    if phase == "replay":
+        tower.graphs.capture()
+        serve(tower)
+        tower.expected(images(*REQUESTS[0]))
+    torch.npu.synchronize()
+    stream = torch.npu.current_stream()
+    simulator.arm(fault)
+    if phase == "capture":
+        tower.graphs.capture()
+    else:
+        request = images(*REQUESTS[0])
+        outputs = tower.graphs.run(request)
+    calls = simulator.calls()
+    simulator.arm()
+    if phase == "replay":
+        assert_equal(outputs, tower.expected(request), torch.float32)
+    assert torch.npu.current_stream() == stream
+    assert torch._C._len_torch_dispatch_stack() == 0
+    serve(tower)
+    return calls
+
+
+def forked(action: Callable[[], Any]) -> tuple[int, Any]:
+    """Exit status of a process that runs the action and ends as any does, and its result."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        result = action()
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(result, pipe)
+        sys.exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, json.loads(text) if text else None
+
+
+def main() -> None:
+    """Command line; prints one line for each failure that was not survived, and a summary."""
+    phase, occurrences = sys.argv[1:]
+    faulthandler.enable()
+    status, calls = forked(lambda: failing(phase, ""))
+    assert status == 0, "the process fails without a fault"
+    faults = [
+        f"{name}:{nth}"
+        for name, count in sorted(calls.items())
+        if name not in NOT_OURS and not name.startswith("aclrtSynchronize")
+        for nth in range(1, (count if occurrences == "all" else 1) + 1)
+    ]
+    bad = 0
+    for fault in faults:
+        status, _ = forked(lambda fault=fault: failing(phase, fault))
+        if status != 0:
+            bad += 1
+            print(f"{fault}: exit status {status}", flush=True)
+    print(f"{phase}: {len(faults)} failures in {len(calls)} calls, {bad} not survived")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
