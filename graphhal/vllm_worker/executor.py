@@ -24,7 +24,6 @@ from graphhal.vllm_worker import compatibility, memory, touched, towers
 from graphhal.vllm_worker.limits import merged, most_tokens
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
-from graphhal.vllm_worker.protocol_adapter import RefusedError
 from graphhal.vllm_worker.refusals import engine_refusal, request_refusal
 from graphhal.vllm_worker.towers import Encoder
 
@@ -98,7 +97,7 @@ class _Served:
             if self._shared is not None:
                 outputs: list[torch.Tensor] | None = self._shared[path].run(mm_kwargs)
             else:
-                outputs = self._replay(graphs, mm_kwargs)
+                outputs = graphs.try_replay(mm_kwargs)
             if outputs is None:
                 return None
             made[path] = outputs
@@ -108,17 +107,6 @@ class _Served:
         joined = {path: _joined(parts) for path, parts in made.items() if parts}
         specs = self._any_adapter().model.get_encoder_cudagraph_item_specs(mm_kwargs)
         return combine(joined, [spec.output_tokens for spec in specs], mm_kwargs)
-
-    def _replay(
-        self, graphs: EncoderGraphs, mm_kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor] | None:
-        try:
-            return graphs.try_replay(mm_kwargs)
-        except RefusedError as refused:
-            items = graphs.adapter.item_specs(mm_kwargs)
-            log.debug("%s: %s", graphs.adapter.name, refused)
-            graphs.statistics.count_misses(items, "the prepared buffers do not fit the graph")
-            return None
 
     def _any_adapter(self) -> Any:
         return next(iter(self.encoder.adapters.values()))
@@ -168,6 +156,8 @@ class EncoderGraphExecutor:
         self._model = model
         self._captured = False
         self._held: torch.Tensor | None = None
+        self._limit: int | None = None
+        self._taken = memory.Taken(0, None)
         self._misses: dict[tuple[str, str], int] = {}
         self._served: list[_Served] = []
         self.refusal = (
@@ -195,10 +185,10 @@ class EncoderGraphExecutor:
         found = towers.encoders_of(model, self._vllm_config, self.settings, device, dtype)
         if not found:
             return
-        limit = memory.limit_bytes(self._vllm_config, model, self.settings, platform)
+        self._limit = memory.limit_bytes(self._vllm_config, model, self.settings, platform)
         settings = self.settings.model_copy(
             update={
-                "memory_limit": limit,
+                "memory_limit": self._limit,
                 "max_tokens": most_tokens(self.settings, self._vllm_config),
             }
         )
@@ -233,13 +223,13 @@ class EncoderGraphExecutor:
         """
         if not self._served:
             return
-        with _vllm_context(self._vllm_config):
+        with _vllm_context(self._vllm_config), memory.collecting():
             if memory.is_profiling():
-                self._held = memory.sample(self._model, list(self._graphs()))
+                self._held = memory.sample(self._model, list(self._graphs()), self._limit)
                 self._captured = True
                 return
             started = perf_counter()
-            memory.capture_all(self._model, list(self._graphs()))
+            self._taken = memory.capture_all(self._model, list(self._graphs()), self._limit)
         self._captured = True
         log.debug("captured in %.1f s", perf_counter() - started)
         self._reporter.captured(self.stats())
@@ -357,6 +347,10 @@ class EncoderGraphExecutor:
             "padding_waste": 1 - used / computed if computed else 0.0,
             "graph_count": graph_count,
             "graph_bytes": graph_bytes,
+            "expected_bytes": self._taken.expected,
+            "counted_bytes": self._taken.counted,
+            "allocator_bytes": self._taken.allocator,
+            "limit_bytes": self._limit,
             "capture_seconds": seconds,
             "self_check_seconds": check_seconds,
             "dropped": dropped,

@@ -3,12 +3,19 @@
 vLLM measures graph memory before it sizes the KV cache: it captures, takes the difference of free
 memory, and clears. graphhal captures a sample there, the largest graphs, which hold nearly all of
 the memory, and holds a block as large as the rest would be until vLLM has looked.
+
+vLLM switches the garbage collector off while it captures. Tensors in reference cycles would pile up
+beside the KV cache, and be counted as if graphs held them: so it is on while graphhal captures (the
+platforms switch it off while a stream records), and free memory is only read after a collection.
 """
 
+import gc
 import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,13 +33,28 @@ SHARE_OF_KV = 0.10
 """Share of the memory that would be left for the KV cache that graphs may take by default."""
 SHARE_OF_REST = 0.5
 """Share of the card's rest that graphs may take where the KV cache has an explicit size."""
-SAMPLED = 3
-"""Largest graphs captured for the profile of one encoder; the second and third tell what one more
-graph adds."""
+SAMPLED = 12
+"""Largest graphs captured for the profile of one encoder. All but the first tell what one more
+graph adds; a card hands memory out in pieces of 2 MiB, so two or three would tell little."""
 PROFILERS = ("profile_cudagraph_memory", "_profile_cudagraph_memory")
 """Functions of vLLM's runners that capture in order to measure."""
 
 _profiled: "weakref.WeakKeyDictionary[Any, _Profile]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What graphs of a model took of the card.
+
+    Attributes:
+        expected: bytes that vLLM's profile was told; 0 where it did not ask.
+        counted: bytes of free memory that capture took; None where free memory cannot be known.
+        allocator: bytes of them that PyTorch's allocator took; the driver took the rest.
+    """
+
+    expected: int
+    counted: int | None
+    allocator: int = 0
 
 
 class _Profile:
@@ -58,7 +80,7 @@ def limit_bytes(vllm_config: Any, model: Any, settings: Settings, platform: Plat
 
     By default at most `SHARE_OF_KV` of what would be left for the KV cache, and never so much that
     one request of `max_model_len` no longer fits. Found once for a model, before its KV cache takes
-    the memory. None where free memory cannot be known.
+    the memory. None where free memory cannot be known, and on a host, which has no such cache.
 
     Raises:
         SettingsError: the limit is a fraction, and the platform cannot say of what.
@@ -66,18 +88,23 @@ def limit_bytes(vllm_config: Any, model: Any, settings: Settings, platform: Plat
     limit = settings.memory_limit
     if isinstance(limit, int):
         return limit
-    if platform.info.free_bytes is None:
-        if limit is not None:
-            raise SettingsError(
-                f"memory_limit is a fraction, but platform {platform.info.name} cannot say how "
-                "much memory is free; set bytes"
-            )
+    free = platform.info.free_bytes
+    if free is None and limit is not None:
+        raise SettingsError(
+            f"memory_limit is a fraction, but platform {platform.info.name} cannot say how "
+            "much memory is free; set bytes"
+        )
+    if free is None or (limit is None and _meter(platform) is None):
         return None
     profile = _profiled.setdefault(model, _Profile())
     if profile.limit is None:
-        free = platform.info.free_bytes()
-        profile.limit = _share(vllm_config, free) if limit is None else int(limit * free)
+        profile.limit = _share(vllm_config, free()) if limit is None else int(limit * free())
     return profile.limit
+
+
+def _meter(platform: Platform) -> Callable[[], int] | None:
+    """Free bytes of the card that vLLM measures; None on a host, where others take memory too."""
+    return None if platform.info.device_type == "cpu" else platform.info.free_bytes
 
 
 def _share(vllm_config: Any, free: int) -> int:
@@ -125,32 +152,60 @@ def request_bytes(vllm_config: Any) -> int:
     return total
 
 
-def sample(model: Any, encoders: Sequence[EncoderGraphs]) -> torch.Tensor | None:
+@contextmanager
+def collecting() -> Iterator[None]:
+    """With the garbage collector on, whatever vLLM set; as it was afterwards."""
+    was_on = gc.isenabled()
+    gc.enable()
+    try:
+        yield
+    finally:
+        if not was_on:
+            gc.disable()
+
+
+def sample(
+    model: Any, encoders: Sequence[EncoderGraphs], limit: int | None = None
+) -> torch.Tensor | None:
     """Capture the largest graphs of each encoder, and hold a block for what the rest would take.
+
+    Args:
+        model: whose profile this is.
+        encoders: its encoders, in the order in which `capture_all` will capture them.
+        limit: bytes that all of them may take; None for no limit.
 
     Returns:
         The block; to be dropped by `clear`. None where nothing has to be held.
     """
     estimate = held = 0
     for graphs in encoders:
+        _allow(graphs, limit, estimate)
         taken, rest = _sample_one(graphs)
         estimate += taken + rest
         held += rest
     _profiled.setdefault(model, _Profile()).estimate = estimate
     log.info("graphhal: encoder graphs are expected to take %.0f MiB", estimate / 2**20)
-    if not held or not encoders:
+    if not held:
         return None
-    return torch.empty(held, dtype=torch.uint8, device=encoders[0].adapter.device)
+    try:
+        return torch.empty(held, dtype=torch.uint8, device=encoders[0].adapter.device)
+    except torch.OutOfMemoryError:
+        log.warning("graphhal: %.0f MiB for further graphs are not free", held / 2**20)
+        return None
+
+
+def _allow(graphs: EncoderGraphs, limit: int | None, used: int) -> None:
+    """Let an encoder take what the ones before it have left of the limit of all."""
+    left = None if limit is None else max(0, limit - used)
+    graphs.settings = graphs.settings.model_copy(update={"memory_limit": left})
 
 
 def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     """(bytes taken by the sample, bytes that the rest of the ladder would take)."""
     ladder = sorted(graphs.ladder(), key=lambda c: (c.rows, c.tokens, c.key), reverse=True)
-    free = graphs.platform.info.free_bytes
-    if free is None or len(ladder) <= SAMPLED:
-        report = graphs.capture()
-        _settle()
-        return report.num_bytes, 0
+    free = _meter(graphs.platform)
+    if free is None:
+        return graphs.capture().num_bytes, 0
     _settle()
     marks = [free()]
 
@@ -158,37 +213,54 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
         _settle()
         marks.append(free())
 
-    graphs.capture(mark, [capacity.key for capacity in ladder[:SAMPLED]])
-    if len(graphs.keys()) < SAMPLED:
+    sampled = [capacity.key for capacity in ladder[:SAMPLED]]
+    num_bytes = graphs.capture(mark, sampled).num_bytes
+    left_out = len(ladder) - len(sampled)
+    if left_out and len(graphs.keys()) < len(sampled):
         # The limit, or a failure, drops graphs: what stays is only known after all were tried.
-        report = graphs.capture()
-        return report.num_bytes, 0
+        graphs.capture()
+        left_out = 0
     _settle()
-    each = max(0, marks[1] - marks[SAMPLED]) // (SAMPLED - 1)
-    return marks[0] - free(), each * (len(ladder) - SAMPLED)
+    taken = marks[0] - free()
+    if not left_out:
+        return taken, 0
+    rest = max(0, marks[1] - marks[len(sampled)]) * left_out // (len(sampled) - 1)
+    limit = graphs.settings.memory_limit
+    return taken, rest if not isinstance(limit, int) else min(rest, max(0, limit - num_bytes))
 
 
 def _settle() -> None:
-    """Wait, and give back what the allocator only keeps: vLLM counts free memory."""
+    """Wait, and give back what nobody uses: vLLM counts free memory."""
+    gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()
 
 
-def capture_all(model: Any, encoders: Sequence[EncoderGraphs]) -> None:
-    """Capture every graph, and log how far the estimate was off."""
-    free = encoders[0].platform.info.free_bytes if encoders else None
-    before = None if free is None else free()
-    for graphs in encoders:
-        graphs.capture()
-    _settle()
+def capture_all(model: Any, encoders: Sequence[EncoderGraphs], limit: int | None = None) -> Taken:
+    """Capture every graph, and log how far the estimate was off; arguments as for `sample`."""
     profile = _profiled.get(model)
-    if free is None or before is None or profile is None or not profile.estimate:
-        return
-    taken = before - free()
-    log.info(
-        "graphhal: encoder graphs took %.0f MiB; %.0f MiB were expected (%+.1f %%)",
-        taken / 2**20,
-        profile.estimate / 2**20,
-        100 * (taken - profile.estimate) / max(taken, 1),
-    )
+    expected = 0 if profile is None else profile.estimate
+    free = _meter(encoders[0].platform) if encoders else None
+    _settle()
+    before, reserved = 0 if free is None else free(), _reserved()
+    used = 0
+    for graphs in encoders:
+        _allow(graphs, limit, used)
+        used += graphs.capture().num_bytes
+    _settle()
+    if free is None:
+        return Taken(expected, None)
+    counted = before - free()
+    if expected:
+        log.info(
+            "graphhal: encoder graphs took %.0f MiB; %.0f MiB were expected (%+.1f %%)",
+            counted / 2**20,
+            expected / 2**20,
+            100 * (counted - expected) / max(counted, 1),
+        )
+    return Taken(expected, counted, _reserved() - reserved)
+
+
+def _reserved() -> int:
+    return torch.accelerator.memory_reserved() if torch.accelerator.is_available() else 0

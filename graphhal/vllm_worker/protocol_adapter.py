@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
-from graphhal.errors import AdapterError
+from graphhal.errors import AdapterError, RefusedError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import Platform
@@ -35,10 +35,6 @@ BOUNDS = {
     "cu_window_seqlens": ("max_seqlen_window",),
 }
 """Buffers that hold boundaries, and the host scalar that bounds their longest sequence."""
-
-
-class RefusedError(Exception):
-    """The buffers that the model prepared do not fit this graph; the group runs eagerly."""
 
 
 @dataclass(slots=True)
@@ -313,7 +309,9 @@ class ProtocolAdapter(EncoderAdapter):
         )
         return values
 
-    def _subset(self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]) -> Mapping[str, Any]:
+    def _subset(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], for_graph: bool = True
+    ) -> Mapping[str, Any]:
         """The kwargs of these items: all of them as they came, or the model's selection."""
         positions = [_position_of(item) for item in items]
         count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
@@ -324,7 +322,7 @@ class ProtocolAdapter(EncoderAdapter):
             positions = list(range(count))
         subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
         expected = _axes_of(items[0])
-        if axes != expected and len(self._axes) > 1:
+        if for_graph and axes != expected and len(self._axes) > 1:
             raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
         return subset
 
@@ -372,7 +370,7 @@ class ProtocolAdapter(EncoderAdapter):
             values = {name: value for name, value in own.items() if value is not None}
             output = self.model.encoder_cudagraph_forward(values, path=self.path_name)
             return _exactly(output, items[0].tokens)
-        subset = self._subset(mm_kwargs, items)
+        subset = self._subset(mm_kwargs, items, for_graph=False)
         output = self.model.encoder_eager_forward(subset, path=self.path_name)
         return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 

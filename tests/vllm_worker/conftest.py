@@ -14,6 +14,7 @@ REPOSITORY = HERE.parent.parent
 SHIM = REPOSITORY / "ci" / "vllm_shim"
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
+sys.path.insert(0, str(HERE))
 if INSTALLED:
     os.environ.update(
         VLLM_TARGET_DEVICE="cpu",
@@ -24,7 +25,7 @@ if INSTALLED:
         GRAPHHAL_PLATFORM="cpu",
         PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(SHIM), str(HERE)]),
     )
-    sys.path[:0] = [str(SHIM), str(HERE)]
+    sys.path.insert(0, str(SHIM))
     import torch
 
     if "+cpu" in torch.__version__:

@@ -1,103 +1,183 @@
 """What vLLM's memory profile is told, and how much graphs may take, on an imagined card."""
 
+import gc
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from graphhal.errors import SettingsError  # noqa: E402
-from graphhal.settings import Settings  # noqa: E402
-from graphhal.vllm_worker import memory  # noqa: E402
+from scripted_card import MIB, PIECE, Card, scripted  # noqa: E402
 
-MIB = 2**20
+from graphhal.discovery import open_platform  # noqa: E402
+from graphhal.errors import SettingsError  # noqa: E402
+from graphhal.runner import EncoderGraphs  # noqa: E402
+from graphhal.settings import Settings  # noqa: E402
+from graphhal.testing.toy_encoder import ToyEncoder  # noqa: E402
+from graphhal.vllm_worker import memory  # noqa: E402
 
 
 class Model:
     """Something that can be referred to weakly, as a module can."""
 
 
-class Card:
-    def __init__(self, free: int) -> None:
-        self.free = free
-
-
-class Graphs:
-    """Captures by taking memory of the card: much for the largest graph, little for each other."""
-
-    def __init__(
-        self, card: Card, sizes: list[int], first: int, each: int, kept: int | None = None
-    ) -> None:
-        self.card, self.first, self.each, self.kept = card, first, each, kept
-        self.sizes = sizes
-        self.captured: list[str] = []
-        self.taken = 0
-        self.platform = types.SimpleNamespace(
-            info=types.SimpleNamespace(name="imagined", free_bytes=lambda: card.free)
-        )
-        self.adapter = types.SimpleNamespace(device=torch.device("cpu"))
-
-    def ladder(self) -> list[Any]:
-        return [types.SimpleNamespace(key=str(n), rows=n, tokens=n) for n in self.sizes]
-
-    def keys(self) -> list[str]:
-        return self.captured
-
-    def capture(self, progress: Any = None, keys: Any = None) -> Any:
-        self.card.free += self.taken
-        self.taken, self.captured = 0, []
-        wanted = sorted(self.sizes, reverse=True)
-        for done, size in enumerate(n for n in wanted if keys is None or str(n) in keys):
-            if self.kept is not None and len(self.captured) >= self.kept:
-                break
-            cost = self.each if self.captured else self.first
-            self.card.free -= cost
-            self.taken += cost
-            self.captured.append(str(size))
-            if progress is not None:
-                progress(done + 1, len(wanted), str(size))
-        return types.SimpleNamespace(num_bytes=self.taken)
-
-
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_profiled", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(memory, "_settle", lambda: None)
 
 
-def test_the_sample_and_the_held_block_are_what_capture_takes(
+@pytest.fixture(autouse=True)
+def collector_off() -> Iterator[None]:
+    """As vLLM has it while it captures."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def encoder(
+    card: Card, graphs: int, first: float, each: float, garbage: float = 0.0, **options: Any
+) -> EncoderGraphs:
+    settings = Settings(platform="cpu", self_check="quick", **options)
+    platform = scripted(open_platform("cpu", settings), card, first, each, garbage)
+    budgets = range(12, 12 + 4 * graphs, 4)
+    toy = ToyEncoder(torch.device("cpu"), torch.float32, budgets)
+    return EncoderGraphs(toy, platform, settings)
+
+
+def told_and_taken(
+    card: Card, encoders: list[EncoderGraphs], limit: int | None = None
+) -> tuple[int, memory.Taken]:
+    """What vLLM's profile sees, and what capture takes afterwards."""
+    model, before = Model(), card.free_bytes()
+    held = memory.sample(model, encoders, limit)
+    told = before - card.free_bytes() + (0 if held is None else held.nbytes)
+    del held
+    for graphs in encoders:
+        graphs.clear()
+    gc.collect()
+    assert card.free_bytes() == before
+    return told, memory.capture_all(model, encoders, limit)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "first", "each", "garbage"),
+    [
+        (44, 570, 0.3, 0),
+        (44, 570, 0.9, 160),
+        (52, 976, 1.0, 300),
+        (64, 234, 0.5, 0),
+        (44, 570, 2.5, 160),
+        (24, 100, 0, 0),
+    ],
+)
+def test_the_estimate_is_what_capture_takes(
+    graphs: int,
+    first: float,
+    each: float,
+    garbage: float,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    card, model = Card(8000 * MIB), Model()
-    graphs = Graphs(card, list(range(1, 65)), first=600 * MIB, each=2 * MIB)
-    before = card.free
-    held = memory.sample(model, [graphs])
-    assert len(graphs.captured) == memory.SAMPLED
-    told = before - card.free + held.nbytes
-    graphs.card.free += graphs.taken
-    graphs.taken = 0
-    with caplog.at_level("INFO", logger=memory.log.name):
-        memory.capture_all(model, [graphs])
-    taken = before - card.free
-    assert taken == 600 * MIB + 63 * 2 * MIB
-    assert told == pytest.approx(taken, rel=0.05)
-    assert "726 MiB were expected (+0.0 %)" in caplog.text
+    """Graphs of 570 MiB were once expected to take 3691 MiB, and counted as 7632 MiB."""
+    card = Card(60000 * MIB)
+    one = encoder(card, graphs, first * MIB, each * MIB, garbage * MIB)
+    with caplog.at_level("INFO", logger=memory.log.name), memory.collecting():
+        told, taken = told_and_taken(card, [one])
+    assert len(one.keys()) == graphs
+    real = (first + (graphs - 1) * each) * MIB
+    assert taken.counted == pytest.approx(real, abs=PIECE)
+    assert told == taken.expected == pytest.approx(taken.counted, rel=0.05)
+    assert f"{taken.expected / MIB:.0f} MiB were expected (" in caplog.text
+
+
+def test_garbage_does_not_pile_up_while_vllm_has_the_collector_off() -> None:
+    with memory.collecting():
+        assert gc.isenabled()
+    assert not gc.isenabled()
+
+
+def test_only_the_largest_graphs_are_captured_for_the_profile() -> None:
+    card = Card(60000 * MIB)
+    one = encoder(card, 26, 100 * MIB, MIB)
+    held = memory.sample(Model(), [one])
+    assert sorted(key.size for key in set(one.keys())) == list(range(68, 116, 4))
+    assert held is not None
+    assert held.nbytes == pytest.approx(14 * MIB, abs=3 * MIB)
 
 
 def test_short_ladders_are_captured_whole() -> None:
-    card = Card(8000 * MIB)
-    graphs = Graphs(card, [1, 2, 3], first=100 * MIB, each=MIB)
-    assert memory.sample(Model(), [graphs]) is None
-    assert graphs.captured == ["3", "2", "1"]
+    card = Card(60000 * MIB)
+    one = encoder(card, memory.SAMPLED, 100 * MIB, MIB)
+    assert memory.sample(Model(), [one]) is None
+    assert len(one.keys()) == memory.SAMPLED
 
 
 def test_where_the_limit_drops_graphs_everything_is_tried() -> None:
-    card = Card(8000 * MIB)
-    graphs = Graphs(card, list(range(1, 20)), first=100 * MIB, each=MIB, kept=2)
-    assert memory.sample(Model(), [graphs]) is None
-    assert len(graphs.captured) == 2
+    card = Card(60000 * MIB)
+    one = encoder(card, 20, 100 * MIB, MIB)
+    told, taken = told_and_taken(card, [one], limit=int(102.5 * MIB))
+    assert told == taken.counted == 102 * MIB
+    assert len(one.keys()) == 3
+
+
+def test_the_estimate_never_exceeds_the_limit() -> None:
+    """The sample fits; the ladder does not."""
+    card = Card(60000 * MIB)
+    one = encoder(card, 30, 100 * MIB, 4 * MIB)
+    told, taken = told_and_taken(card, [one], limit=150 * MIB)
+    assert taken.counted == pytest.approx(150 * MIB, abs=4 * MIB)
+    assert told == pytest.approx(taken.counted, rel=0.05)
+    assert 0 < len(one.keys()) < 30
+
+
+def test_encoders_of_one_model_share_the_limit() -> None:
+    card = Card(60000 * MIB)
+    vision = encoder(card, 12, 100 * MIB, 2 * MIB)
+    audio = encoder(card, 12, 50 * MIB, 2 * MIB)
+    told, taken = told_and_taken(card, [vision, audio], limit=180 * MIB)
+    assert taken.counted is not None
+    assert taken.counted <= 180 * MIB
+    assert told == pytest.approx(taken.counted, rel=0.05)
+    assert len(vision.keys()) == 12
+    assert 0 < len(audio.keys()) < 12
+
+
+def test_a_block_that_does_not_fit_stops_no_start_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = Card(60000 * MIB)
+    one = encoder(card, 20, 100 * MIB, MIB)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    capture = one.capture
+
+    def then_full(*args: Any) -> Any:
+        report = capture(*args)
+        monkeypatch.setattr(torch, "empty", full)
+        return report
+
+    monkeypatch.setattr(one, "capture", then_full)
+    assert memory.sample(Model(), [one]) is None
+    assert "are not free" in caplog.text
+
+
+def test_a_hosts_memory_is_no_measure() -> None:
+    """Other processes take it, too."""
+    settings = Settings(platform="cpu", self_check="quick")
+    platform = open_platform("cpu", settings)
+    one = EncoderGraphs(ToyEncoder(torch.device("cpu"), torch.float32), platform, settings)
+    model = Model()
+    assert memory.limit_bytes(config(), model, settings, platform) is None
+    assert memory.sample(model, [one]) is None
+    taken = memory.capture_all(model, [one])
+    assert taken == memory.Taken(one.report.num_bytes, None)
 
 
 def test_profiling_is_recognised_by_who_calls() -> None:
@@ -135,7 +215,7 @@ def card_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> Any:
     ):
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value, raising=False)
     return types.SimpleNamespace(
-        info=types.SimpleNamespace(name="imagined", free_bytes=lambda: free)
+        info=types.SimpleNamespace(name="imagined", device_type="imagined", free_bytes=lambda: free)
     )
 
 
@@ -182,7 +262,9 @@ def test_bytes_are_taken_as_they_are(card_of_80_gib: Any) -> None:
 
 
 def test_a_fraction_of_what_nobody_knows_is_an_error() -> None:
-    platform = types.SimpleNamespace(info=types.SimpleNamespace(name="cpu", free_bytes=None))
+    platform = types.SimpleNamespace(
+        info=types.SimpleNamespace(name="cpu", device_type="cpu", free_bytes=None)
+    )
     assert memory.limit_bytes(config(), Model(), Settings(), platform) is None
     with pytest.raises(SettingsError, match="platform cpu cannot say"):
         memory.limit_bytes(config(), Model(), Settings(memory_limit=0.5), platform)

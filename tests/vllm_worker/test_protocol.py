@@ -103,6 +103,22 @@ def test_axes_that_were_not_captured_run_eagerly(engine: Any) -> None:
     assert served.execute({"pixel_values": torch.randn(1, 4, 8), "scales": [7]}) is None
 
 
+def test_a_ranks_share_with_other_axes_runs_eagerly(engine: Any) -> None:
+    """The whole group resolved to axis 3; this rank's items alone resolve to 1."""
+    from dataclasses import replace
+
+    from protocol_models import CaptureAxes
+
+    model = CaptureAxes()
+    (graphs,) = executor_for(engine, model)._graphs()
+    group = {"pixel_values": torch.randn(2, 4, 8), "scales": [3, 1]}
+    share = (replace(graphs.adapter.item_specs(group)[1], index=0),)
+    alone = {"pixel_values": group["pixel_values"][1:], "scales": [1]}
+    assert equal(graphs.run_items(group, share), model.embed_multimodal(**alone))
+    misses = graphs.stats()["misses"]
+    assert misses == {"image": {"the adapter does not replay such a group": 1}}
+
+
 def test_a_buffer_without_a_value_is_refused_not_stale(engine: Any) -> None:
     from protocol_models import PaddedPositions
 

@@ -147,7 +147,7 @@ def test_captured_bound_is_a_guard(engine: Any) -> None:
     model.prepare_encoder_cudagraph_replay_buffers = with_a_longer_sequence
     assert manager.execute(group) is None
     misses = manager.stats()["misses"]
-    assert misses == {"image": {"the prepared buffers do not fit the graph": 1}}
+    assert misses == {"image": {"the adapter does not replay such a group": 1}}
     model.prepare_encoder_cudagraph_replay_buffers = prepare
     assert manager.execute(group) is not None, "the graph must not be given up for one request"
 

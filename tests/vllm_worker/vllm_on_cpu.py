@@ -6,6 +6,7 @@ import tempfile
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -69,9 +70,13 @@ def filled(module: Any, seed: int = 0) -> Any:
         for parameter in module.parameters():
             values = torch.randn(parameter.shape, generator=generator) * 0.05
             parameter.copy_(values.to(parameter.dtype))
-    for part in module.modules():
-        if hasattr(part, "quant_method"):
-            part.quant_method.process_weights_after_loading(part)
+    from vllm.model_executor.layers import utils
+
+    # Machines with AMX would call vLLM's CPU kernels, which are not installed.
+    with mock.patch.object(utils, "check_cpu_sgl_kernel", return_value=False):
+        for part in module.modules():
+            if hasattr(part, "quant_method"):
+                part.quant_method.process_weights_after_loading(part)
     return module.eval()
 
 

@@ -1,0 +1,84 @@
+"""A platform on an imagined card, whose memory use is scripted."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from graphhal.platform import CapturedGraph, CaptureRequest, Platform
+
+MIB = 2**20
+PIECE = 2 * MIB
+"""Device memory is handed out in pieces of this size."""
+
+
+class Card:
+    """Counts what is taken; `free_bytes` is what the driver would say."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0.0
+
+    def free_bytes(self) -> int:
+        return self.total - -int(-self.used // PIECE) * PIECE
+
+    def take(self, num_bytes: float, owner: Any) -> None:
+        """Taken until the owner is gone."""
+        self.used += num_bytes
+        weakref.finalize(owner, self.give, num_bytes)
+
+    def give(self, num_bytes: float) -> None:
+        self.used -= num_bytes
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+class Owner:
+    """Of a graph's memory."""
+
+
+def scripted(
+    platform: Platform, card: Card, first: float, each: float, garbage: float = 0.0
+) -> Platform:
+    """The platform, with graphs that take memory of the card, and run again where they replay.
+
+    Args:
+        platform: its attention and its steps are used.
+        card: what graphs take memory of.
+        first: bytes of the first graph, arenas included.
+        each: bytes of every further graph.
+        garbage: bytes that every eager reference leaves in a reference cycle.
+    """
+    alive: dict[int, Owner] = {}
+
+    def capture(request: CaptureRequest) -> CapturedGraph:
+        request.forward()
+        num_bytes = int(each if alive else first)
+        graph = CapturedGraph(request, object(), None, num_bytes)
+        alive[id(graph)] = owner = Owner()
+        card.take(num_bytes, owner)
+        return graph
+
+    def release(graphs: Sequence[CapturedGraph]) -> None:
+        for graph in graphs:
+            alive.pop(id(graph), None)
+
+    def step(kind: Any, *rest: Any) -> Any:
+        if kind == "reference" and garbage:
+            card.take(garbage, Cycle())
+        return platform.step(kind, *rest)
+
+    return replace(
+        platform,
+        info=replace(platform.info, device_type="imagined", free_bytes=card.free_bytes),
+        capture=capture,
+        replay=lambda graph: graph.request.forward(),
+        update_boundaries=lambda graph, update: graph.request.packed.copy_(update.block),
+        release=release,
+        step=step,
+    )
