@@ -18,6 +18,10 @@ def main() -> int:
         print(f"{fault.name}: {', '.join(sorted(caught[fault.name])) or 'NOT CAUGHT'}", flush=True)
         if not as_declared:
             print(f"  declared: {', '.join(sorted(fault.caught_by))}")
+    print("\nThe matrix: one column a check, in the order below")
+    for name, failed in caught.items():
+        row = "".join("#" if check in failed else "·" for check in names)
+        print(f"{row}  {name}")
     print(f"\n{'check':<44} caught  alone")
     for name in names:
         by = [fault for fault, failed in caught.items() if name in failed]
