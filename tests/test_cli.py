@@ -118,7 +118,7 @@ def test_bench_encodes_a_clip_whole_and_shortened(clip: Path) -> None:
     assert [line["label"] for line in tower["inputs"]] == [
         "clip first 1 s",
         "clip 2.0 s",
-        "4 equal clips",
+        "4 × first-1s",
         "2 different clips",
     ]
     assert [line["tokens"] for line in tower["inputs"]] == [13, 26, 52, 39]

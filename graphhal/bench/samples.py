@@ -55,7 +55,8 @@ def image_inputs(files: Sequence[Path], scratch: Path) -> list[BenchInput]:
     for path in files:
         size = "×".join(map(str, pictures[path].size)) if path in pictures else "film"
         inputs.append(BenchInput(f"{_name(path)} {size}", (path,)))
-    return inputs + _groups("pictures", [path for _, path in copies], files)
+    kinds = ["pictures"] * bool(pictures) + ["films"] * (len(pictures) < len(files))
+    return inputs + _groups(" and ".join(kinds), [path for _, path in copies], files)
 
 
 def clip_inputs(files: Sequence[Path], scratch: Path) -> list[BenchInput]:
@@ -90,7 +91,8 @@ def _name(path: Path) -> str:
 
 def _groups(what: str, copies: Sequence[Path], files: Sequence[Path]) -> list[BenchInput]:
     """Several files in one request: equal ones, and all the different ones."""
-    groups = [BenchInput(f"4 equal {what}", tuple((copies or files)[:1]) * 4)]
+    first = (*copies, *files)[0]
+    groups = [BenchInput(f"4 × {_name(first)}", (first,) * 4)]
     different = (*copies, *files)
     if len(different) > 1:
         groups.append(BenchInput(f"{len(different)} different {what}", different))
