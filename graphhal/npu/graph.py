@@ -29,7 +29,7 @@ from graphhal.npu.acl_errors import (
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
 from graphhal.npu.memory import poison, settled_bytes
-from graphhal.npu.step_scope import StepInOuterCapture, StepOnLane
+from graphhal.npu.step_scope import eager_scope, replay_scope
 from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, StepKind, StepScope
 
@@ -165,16 +165,13 @@ def step(
 ) -> AbstractContextManager[StepScope] | None:
     """Scope of one replay or eager call; None for a replay within an outer capture.
 
-    In a replay's scope every failure of the runtime becomes a `ReplayError`, once the process can
-    compute again.
+    In a replay's scope every failure of the runtime becomes a `ReplayError`, in a reference's,
+    which runs at start-up, a `CaptureError`; the process can compute afterwards.
     """
     serving = Serving(inputs, boundaries)
-    if npu.is_current_stream_capturing():
-        outer = torch.device("npu", npu.current_device())
-        return None if kind == "replay" else StepInOuterCapture(outer, serving)
     if kind == "replay" and graph is not None:
-        return StepOnLane(_recording(graph).lane, f"{graph.key}: replay", serving)
-    return StepOnLane(lane_of(torch.device("npu")), None, serving)
+        return replay_scope(_recording(graph).lane, f"{graph.key}: replay", serving)
+    return eager_scope(serving, kind == "reference")
 
 
 def release(graphs: Sequence[CapturedGraph]) -> None:

@@ -48,24 +48,32 @@ def twins(
     if name in BUDGETS:
         options = {"token_budgets": BUDGETS[name], **options}
     settings = Settings(**{**SETTINGS, **options})
-    ours: EncoderAdapter
-    reference: EncoderAdapter
     if name == "toy":
-        reference = ToyEncoder(budgets=(4, 8, 24), paths=("image", "video"), dtype=dtype)
-        toy = ToyEncoder(budgets=(4, 8, 24), paths=("image", "video"), dtype=dtype)
-        toy.tower.to("npu:0")
-        toy.device = torch.device("npu:0")
-        ours = toy
-    else:
-        factory = next(f for f in graphhal_adapters() if f.name == name)
-        reference = factory.build("tiny", torch.device("cpu"), dtype)
-        modules = list(reference.modules())
-        for module in modules:
-            _take_the_devices_gelu(module)
-        tower = modules[0] if len(modules) == 1 else CovoStage(*modules)
-        wrapped = factory.wrap(copy.deepcopy(tower).to("npu:0"))
-        assert wrapped is not None
-        ours = wrapped
+        return toy_twins(platform, settings, paths=("image", "video"), dtype=dtype)
+    factory = next(f for f in graphhal_adapters() if f.name == name)
+    reference = factory.build("tiny", torch.device("cpu"), dtype)
+    modules = list(reference.modules())
+    for module in modules:
+        _take_the_devices_gelu(module)
+    tower = modules[0] if len(modules) == 1 else CovoStage(*modules)
+    ours = factory.wrap(copy.deepcopy(tower).to("npu:0"))
+    assert ours is not None
+    return _both(ours, reference, platform, settings)
+
+
+def toy_twins(
+    platform: Platform, settings: Settings, budgets: Sequence[int] = (4, 8, 24), **knobs: Any
+) -> Twins:
+    """The toy encoder with these knobs."""
+    ours, reference = (ToyEncoder(budgets=budgets, **knobs) for _ in range(2))
+    ours.tower.to("npu:0")
+    ours.device = torch.device("npu:0")
+    return _both(ours, reference, platform, settings)
+
+
+def _both(
+    ours: EncoderAdapter, reference: EncoderAdapter, platform: Platform, settings: Settings
+) -> Twins:
     return Twins(
         EncoderGraphs(ours, platform, settings),
         EncoderGraphs(reference, plain_platform(), settings),
