@@ -56,7 +56,11 @@ def arguments() -> argparse.Namespace:
         command.add_argument("--concurrency", default="1,8")
         command.add_argument("--max-tokens", type=int, default=16)
         command.add_argument("--kv-gib", type=float, default=0.0, help="0: vLLM profiles memory")
-        command.add_argument("--backend", default="FLASH_ATTN")
+        command.add_argument("--backend", default="FLASH_ATTN", help="of the vision attention")
+        command.add_argument(
+            "--encoder-tokens", type=int, default=8192,
+            help="largest graph of graphhal's: a wave of 8 groups 3500 tokens",
+        )  # fmt: skip
         command.add_argument("--options", default="{}", help="JSON of graphhal's options")
     suite.add_argument("--speech", default=str(HERE / "speech"))
     return parser.parse_args()
@@ -188,7 +192,9 @@ def start(args: argparse.Namespace) -> Any:
     omni = "thinker_config" in json.loads((Path(args.model) / "config.json").read_text())
     if omni:
         limit["audio"] = args.audios
-    own = {"self_check": "quick", "max_tokens": 2048, "audio_chunks": "1-20"}
+    own = {
+        "self_check": "quick", "max_tokens": args.encoder_tokens, "audio_chunks": "1-64",
+    }  # fmt: skip
     if omni:
         own["vllm_models"] = "qwen3_omni"
     options = {
@@ -271,9 +277,10 @@ def run(args: argparse.Namespace) -> int:
         ttft = [row["ttft_ms"] for row in rows if row["ttft_ms"] is not None]
         result["served"][str(concurrency)] = {
             "rows": rows,
-            "ttft_ms": statistics.median(ttft) if ttft else None,
+            "ttft_ms": statistics.median(ttft) if ttft else float("nan"),
             "hits": after.get("graph_hits", 0) - before.get("graph_hits", 0),
             "misses": after.get("graph_misses", 0) - before.get("graph_misses", 0),
+            "reasons": new_misses(before.get("misses", {}), after.get("misses", {})),
         }
         for reset in ("reset_encoder_cache", "reset_mm_cache"):
             getattr(llm.llm_engine, reset)()
@@ -284,6 +291,18 @@ def run(args: argparse.Namespace) -> int:
     if hasattr(core, "shutdown"):
         core.shutdown()
     return 0
+
+
+def new_misses(
+    before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]
+) -> dict[str, int]:
+    """Misses since `before`, by modality and reason."""
+    return {
+        f"{modality}: {reason}": count - before.get(modality, {}).get(reason, 0)
+        for modality, reasons in after.items()
+        for reason, count in reasons.items()
+        if count > before.get(modality, {}).get(reason, 0)
+    }
 
 
 # Comparison.
@@ -325,7 +344,8 @@ def suite(args: argparse.Namespace) -> int:
                 "model": model, "serve": contestant, "runner": runner, "out": file,
                 "requests": args.requests, "concurrency": args.concurrency,
                 "max-tokens": args.max_tokens, "kv-gib": args.kv_gib, "backend": args.backend,
-                "options": args.options, "speech": args.speech, **inputs,
+                "options": args.options, "speech": args.speech,
+                "encoder-tokens": args.encoder_tokens, **inputs,
             }  # fmt: skip
             command = [sys.executable, __file__, "run"]
             for name, value in chosen.items():
@@ -385,10 +405,33 @@ def report(step: str, results: dict[str, dict[str, Any]]) -> list[str]:
                 f"{ties}, unexplained {unexplained}; {distinct} distinct answers"
             )
     if ours is not None:
-        stats = ours["encoder"].get("stats", {})
-        lines.append(
-            f"graphhal misses: {stats.get('misses')}; dropped: {str(stats.get('dropped'))[:300]}"
-        )
+        lines += own_lines(ours)
+    return lines
+
+
+def own_lines(ours: dict[str, Any]) -> list[str]:
+    """What graphhal says of itself: misses by reason, dropped graphs, memory told and taken."""
+    stats = ours["encoder"].get("stats", {})
+    lines = []
+    for c, one in ours["served"].items():
+        reasons = ", ".join(f"{count} {reason}" for reason, count in one["reasons"].items())
+        lines.append(f"graphhal misses, c={c}: {reasons or 'none'}")
+    lines.append(
+        f"graphhal: {stats.get('graph_count')} graphs, "
+        f"capture {stats.get('capture_seconds', 0):.1f} s, "
+        f"self-check {stats.get('self_check_seconds', 0):.1f} s, "
+        f"dropped: {str(stats.get('dropped'))[:300]}"
+    )
+    mib = {
+        name: (stats.get(f"{name}_bytes") or 0) / 2**20
+        for name in ("expected", "counted", "allocator", "graph", "limit")
+    }
+    off = 100 * (mib["expected"] / mib["counted"] - 1) if mib["counted"] else float("nan")
+    lines.append(
+        f"graphhal memory, MiB: expected {mib['expected']:.0f}, counted {mib['counted']:.0f} "
+        f"(estimate {off:+.1f} %), of these by PyTorch's allocator {mib['allocator']:.0f}; graphs "
+        f"hold {mib['graph']:.0f}; limit {mib['limit']:.0f}"
+    )
     return lines
 
 

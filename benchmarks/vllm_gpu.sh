@@ -3,27 +3,36 @@
 #   OUT      folder for JSON and logs
 #   TOWERS   attention backends, comma separated ("" for none); default FLASH_ATTN,TRITON_ATTN
 #   ENGINES  steps of vllm_engine.py, comma separated ("" for none); default vl_v1
+# TOWER_MODELS: vl (default), omni, or both; TOWER_SECONDS: for one table (150).
+# ENGINE_OPTIONS: further options of vllm_engine.py suite. SPEECH: folder with .wav files.
 # vLLM and graphhal (installed, with its entry points) must be importable.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1 towers=${2-FLASH_ATTN,TRITON_ATTN} engines=${3-vl_v1}
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} seconds=${TOWER_SECONDS:-150} models=${TOWER_MODELS:-vl}
 mkdir -p "$out"
 status=0
-for backend in ${towers//,/ }; do
-    omni=; [ "$backend" = FLASH_ATTN ] && omni=--omni
-    timeout -k 5 "${TOWER_SECONDS:-170}" "$python" "$here/vllm_towers.py" --backend "$backend" $omni \
-        --out "$out/towers_$backend.json" >"$out/towers_$backend.txt" 2>"$out/towers_$backend.log" || {
-        status=1
-        tail -n 25 "$out/towers_$backend.log"
-    }
-    echo "# towers $backend at ${SECONDS} s"
+names=()
+for model in ${models//,/ }; do
+    for backend in ${towers//,/ }; do
+        name=towers_${model}_$backend
+        names+=("$name")
+        # No group starts in the last ten seconds, so the tables are printed in time.
+        timeout -k 5 $((seconds + 30)) "$python" "$here/vllm_towers.py" --model "$model" \
+            --backend "$backend" --seconds $((seconds - 10)) --out "$out/$name.json" \
+            >"$out/$name.txt" 2>"$out/$name.log" || {
+            status=1
+            tail -n 25 "$out/$name.log"
+        }
+        echo "# $name at ${SECONDS} s"
+    done
 done
 if [ -n "$engines" ]; then
+    # shellcheck disable=SC2086
     "$python" "$here/vllm_engine.py" suite --steps "$engines" --out "$out/engine" \
-        --speech "${SPEECH:-$here/speech}" >"$out/engine.txt" 2>&1 || status=1
+        --speech "${SPEECH:-$here/speech}" ${ENGINE_OPTIONS:-} >"$out/engine.txt" 2>&1 || status=1
     echo "# engines at ${SECONDS} s"
 fi
-for backend in ${towers//,/ }; do cat "$out/towers_$backend.txt" 2>/dev/null; done
-cat "$out/engine.txt" 2>/dev/null
+for name in ${names[@]+"${names[@]}"}; do cat "$out/$name.txt"; done
+if [ -n "$engines" ]; then cat "$out/engine.txt"; fi
 exit $status

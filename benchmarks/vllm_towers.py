@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
 """vLLM's own encoder-graph manager against graphhal, in one process, taking turns.
 
-    python benchmarks/vllm_towers.py --backend FLASH_ATTN [--out FILE.json]
+    python benchmarks/vllm_towers.py --backend FLASH_ATTN [--out FILE.json]      # some 100 s
+    python benchmarks/vllm_towers.py --rounds 4 --images 1,8 --sides 7,28        # quick
+    python benchmarks/vllm_towers.py --model omni       # the thinker's towers, eager and own
     python benchmarks/vllm_towers.py --dry      # a small tower on a CPU, graphs by stand-ins
 
 The full-size Qwen3-VL vision tower with random weights, bfloat16. Contestants:
 `peer 2^k`: vLLM's manager with its own ladder; `peer exact`: vLLM's manager with a budget for every
 group; `protocol`: graphhal through the generic protocol; `own`: graphhal's own adapter.
-Device time is between two events around the call, host time is until the call returns.
+They take turns in rotating order. Device time is between two events around the call, host time is
+until the call returns. Before the first call of each group, static buffers and free memory of the
+pools are filled with NaN (floating point only: an index that nobody wrote would end the process).
+No group starts after `--seconds`; the tables say what was left out.
 """
 
 import argparse
@@ -19,22 +24,26 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--backend", default="FLASH_ATTN")
-parser.add_argument("--dry", action="store_true")
-parser.add_argument("--rounds", type=int, default=15)
-parser.add_argument("--images", default="1,2,4,8")
-parser.add_argument("--sides", default="7,10,14,20,28", help="tokens of a picture: side x side")
-parser.add_argument("--top", type=int, default=8192, help="largest budget of both ladders")
-parser.add_argument(
-    "--omni", action="store_true", help="also the Omni thinker's towers, eager and own"
+STARTED = time.perf_counter()
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument("--out", default="")
+parser.add_argument("--model", choices=["vl", "omni"], default="vl")
+parser.add_argument("--backend", default="FLASH_ATTN", help="of vLLM's vision attention")
+parser.add_argument("--dry", action="store_true", help="small tower, CPU, stand-in graphs")
+parser.add_argument("--rounds", type=int, default=8, help="timed calls of each contestant")
+parser.add_argument("--images", default="1,2,4,8", help="pictures in a group")
+parser.add_argument("--sides", default="7,10,14,20,28", help="tokens of a picture: side x side")
+parser.add_argument("--top", type=int, default=0, help="largest budget; 0: the largest group")
+parser.add_argument("--self-check", choices=["full", "quick", "off"], default="quick")
+parser.add_argument("--seconds", type=float, default=140, help="no group starts after these")
+parser.add_argument("--out", default="", help="JSON, rewritten after every group")
 A = parser.parse_args()
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -100,7 +109,11 @@ TOWER: dict[str, Any] = {
 if A.dry:
     TOWER |= {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
               "out_hidden_size": 48, "deepstack_visual_indexes": [0, 1]}  # fmt: skip
-    A.sides, A.images, A.rounds, A.top = "2,4", "1,2", 2, 64
+    A.sides, A.images, A.rounds = "2,4", "1,2", 2
+SIDES = [int(side) for side in A.sides.split(",")]
+COUNTS = [int(count) for count in A.images.split(",")]
+A.top = A.top or max(SIDES) ** 2 * (max(COUNTS) if A.model == "vl" else 1)
+NAMES = ["peer exact", "peer 2^k", "protocol", "own"]
 
 
 def synchronize() -> None:
@@ -108,9 +121,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def elapsed() -> float:
+    return time.perf_counter() - STARTED
+
+
 def free_bytes() -> int:
+    """With nothing running and nothing cached."""
+    gc.collect()
     synchronize()
-    return 0 if A.dry else int(torch.cuda.mem_get_info()[0])
+    if A.dry:
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
 
 
 @contextlib.contextmanager
@@ -229,20 +251,35 @@ class Contestant:
     """Something that encodes a group; captured once, its memory noted."""
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
-        gc.collect()
         poison_allocator()
-        if not A.dry:
-            torch.cuda.empty_cache()
         before, started = free_bytes(), time.perf_counter()
         self.name, self.manager = name, make()
-        self.mib = (before - free_bytes()) / 2**20
         self.seconds = time.perf_counter() - started
+        self.mib = (before - free_bytes()) / 2**20
+        self.non_finite = 0
+        print(f"# {elapsed():.0f} s: {name} after {self.seconds:.1f} s", file=sys.stderr)
 
     def __call__(self, group: dict[str, Any]) -> list[torch.Tensor]:
         outputs: list[torch.Tensor] | None = self.manager.execute(dict(group))
         if outputs is None:
             raise SystemExit(f"{self.name} did not replay: {self.manager.get_cumulative_stats()}")
         return outputs
+
+    def poison(self) -> None:
+        """NaN in whatever the next replay must write before it reads it."""
+        poison_allocator()
+        for graphs in getattr(self.manager, "budget_graphs", {}).values():  # vLLM's manager
+            for metadata in graphs.values():
+                buffers = (metadata.output_buffer, *metadata.input_buffers.values())
+                for buffer in buffers:
+                    if isinstance(buffer, torch.Tensor) and buffer.is_floating_point():
+                        buffer.fill_(float("nan"))
+        for encoder in self.manager._graphs() if hasattr(self.manager, "_served") else ():
+            for entry in encoder._graphs.entries.values():
+                encoder._graphs.poison(entry)
+                break  # arenas and pool are shared
+            encoder._execution.forget()
+        synchronize()
 
 
 def captured(manager: Any) -> Any:
@@ -270,8 +307,9 @@ def ours(config: Any, model: Any, **options: Any) -> Any:
     compilation = config.compilation_config
     compilation.encoder_cudagraph_token_budgets = []
     compilation.encoder_cudagraph_max_vision_items_per_batch = 0
+    own = {"max_tokens": A.top, "self_check": A.self_check, "warmups": 1}
     limit = {} if A.dry else {"memory_limit": "90%"}
-    config.additional_config = {"graphhal": {"max_tokens": A.top, **limit, **options}}
+    config.additional_config = {"graphhal": {**own, **limit, **options}}
     plugin.install(config)
     manager = executor.build(config, DEVICE, DTYPE, model)
     if manager is None:
@@ -300,19 +338,22 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 def compare(
     contestants: list[Contestant], group: dict[str, Any], want: list[torch.Tensor] | None
 ) -> dict[str, Any]:
-    """Medians of a group, in alternating order; and how far each output is from eager's."""
+    """Medians of a group, in rotating order; and how far each output is from eager's."""
     row: dict[str, Any] = {}
     for contestant in contestants:
-        poison_allocator()
+        contestant.poison()
         got = contestant(group)
-        for _ in range(2):
-            contestant(group)
-        finite = all(bool(torch.isfinite(part).all()) for part in got)
+        contestant(group)
+        non_finite = sum(int((~torch.isfinite(part)).sum()) for part in got)
+        contestant.non_finite += non_finite
         error = 0.0
         if want is not None:
             ours_, theirs = torch.cat(got).double(), torch.cat(list(want)).double()
             error = float((ours_ - theirs).norm() / theirs.norm())
-        row[contestant.name] = {"finite": finite, "l2": error, "device": [], "host": []}
+            del ours_, theirs
+        row[contestant.name] = {
+            "non_finite": non_finite, "l2": error, "device": [], "host": [],
+        }  # fmt: skip
     for turn in range(A.rounds):
         order = contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]
         for contestant in order:
@@ -326,7 +367,7 @@ def compare(
 
 
 def table(title: str, rows: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
-    width = max(len(name) for name in rows) + 2
+    width = max(map(len, rows), default=0) + 2
     lines = [f"## {title}", " " * width + "".join(f"{name:>22}" for name in names)]
     for label, row in rows.items():
         cells = ""
@@ -335,9 +376,32 @@ def table(title: str, rows: dict[str, dict[str, Any]], names: list[str]) -> list
             if cell is None:
                 cells += " " * 22
                 continue
-            mark = "" if cell["finite"] else " NaN"
+            mark = " NaN" if cell["non_finite"] else ""
             cells += f"{cell['device']:9.3f}/{cell['host']:.3f} {cell['l2']:.0e}{mark}".rjust(22)
         lines.append(f"{label:<{width}}{cells}")
+    return lines
+
+
+def ratio_table(rows: dict[str, dict[str, Any]], mine: list[str], theirs: list[str]) -> list[str]:
+    """Device and host time of ours over each peer's, group by group, and over all groups."""
+    pairs = [(a, b) for a in mine for b in theirs]
+    width = max(map(len, [*rows, "all groups"])) + 2
+    lines = ["## ours / theirs: device, host"]
+    lines.append(" " * width + "".join(f"{f'{a} / {b}':>24}" for a, b in pairs))
+    for label, row in rows.items():
+        cells = ""
+        for a, b in pairs:
+            both = a in row and b in row
+            device, host = (
+                (row[a][what] / max(row[b][what], 1e-9) if both else 0.0)
+                for what in ("device", "host")
+            )
+            cells += (f"{device:.3f}, {host:.3f}" if both else "").rjust(24)
+        lines.append(f"{label:<{width}}{cells}")
+    cells = ""
+    for a, b in pairs:
+        cells += f"{totals(rows, a, b, 'device'):.3f}, {totals(rows, a, b, 'host'):.3f}".rjust(24)
+    lines.append(f"{'all groups':<{width}}{cells}")
     return lines
 
 
@@ -346,102 +410,155 @@ def totals(rows: dict[str, dict[str, Any]], name: str, other: str, what: str) ->
     return sum(row[name][what] for row in both) / max(sum(row[other][what] for row in both), 1e-9)
 
 
-def main() -> int:
-    sides = [int(side) for side in A.sides.split(",")]
-    counts = [int(count) for count in A.images.split(",")]
-    with engine() as config, torch.inference_mode():
-        model = qwen3_vl(config)
-        ladder = [budget for budget in (2**k for k in range(6, 20)) if budget <= A.top]
-        if A.dry:
-            ladder = [8, 16, 32, 64]
-        own = Contestant("own", lambda: ours(config, model, vllm_adapter="own"))
-        protocol = Contestant("protocol", lambda: ours(config, model, vllm_adapter="protocol"))
-        doubling = Contestant("peer 2^k", lambda: peer(config, model, ladder, min(64, ladder[0])))
-        rows: dict[str, dict[str, Any]] = {}
-        for count in counts:
-            exact_budgets = sorted({count * side * side for side in sides})
-            exact = Contestant("peer exact", lambda: peer(config, model, exact_budgets, count))  # noqa: B023
-            for side in sides:
-                group = pictures([side] * count)
-                want = model.encoder_eager_forward(dict(group)).split([side * side] * count)
-                rows[f"{count} x {side * side}"] = compare(
-                    [exact, doubling, protocol, own], group, want
-                )
-            del exact
-            gc.collect()
-        mixed = [sides[n % len(sides)] for n in range(counts[-1])]
-        group = pictures(mixed)
-        want = model.encoder_eager_forward(dict(group)).split([side * side for side in mixed])
-        rows["mixed sizes"] = compare([doubling, protocol, own], group, want)
-        names = ["peer exact", "peer 2^k", "protocol", "own"]
-        result: dict[str, Any] = {"backend": A.backend, "rows": rows}
-        lines = table(f"{A.backend}: device ms / host ms, relative L2 to eager", rows, names)
-        ratios = {
-            "protocol / peer 2^k, device": totals(rows, "protocol", "peer 2^k", "device"),
-            "protocol / peer exact, device": totals(rows, "protocol", "peer exact", "device"),
-            "worst protocol / best peer, device": max(
-                row["protocol"]["device"] / min(row[n]["device"] for n in names[:2] if n in row)
-                for row in rows.values()
-            ),
-            "own / peer 2^k, device": totals(rows, "own", "peer 2^k", "device"),
-            "own / peer 2^k, host": totals(rows, "own", "peer 2^k", "host"),
-            "own / peer exact at the first size, device": next(iter(rows.values()))["own"]["device"]
-            / next(iter(rows.values()))["peer exact"]["device"],
-            "memory own / peer": own.mib / max(doubling.mib, 1e-9),
-            "memory protocol / peer": protocol.mib / max(doubling.mib, 1e-9),
-        }
-        for each in (doubling, protocol, own):
-            stats = each.manager.get_cumulative_stats()
-            lines.append(
-                f"{each.name}: {each.mib:.0f} MiB, {stats['num_budgets']} graphs, "
-                f"start-up {each.seconds:.1f} s"
-            )
-            result[each.name] = {
-                "mib": each.mib,
-                "seconds": each.seconds,
-                "graphs": stats["num_budgets"],
-                "dropped": stats.get("dropped"),
-            }
-            if stats.get("dropped"):
-                lines.append(f"  dropped: {stats['dropped'][:3]}")
-        lines += [f"{name}: {value:.3f}" for name, value in ratios.items()]
-        result["ratios"] = ratios
-        if A.omni:
-            del own, protocol, doubling, model
-            gc.collect()
-            lines += omni(config, result)
+def save(result: dict[str, Any]) -> None:
     if A.out:
         Path(A.out).parent.mkdir(parents=True, exist_ok=True)
         Path(A.out).write_text(json.dumps(result, indent=1))
-    print("\n".join(lines), flush=True)
-    return 0
 
 
-def omni(config: Any, result: dict[str, Any]) -> list[str]:
+def described(contestants: list[Contestant], result: dict[str, Any]) -> list[str]:
+    """Memory, graphs, start-up and non-finite values of each contestant."""
+    lines = []
+    for each in contestants:
+        stats = each.manager.get_cumulative_stats()
+        dropped = stats.get("dropped", [])
+        lines.append(
+            f"{each.name}: {each.mib:.0f} MiB of memory, {stats.get('num_budgets', 0)} graphs, "
+            f"start-up {each.seconds:.1f} s, non-finite values with poisoned pools: "
+            f"{each.non_finite}"
+        )
+        result[each.name] = {
+            "mib": each.mib, "seconds": each.seconds, "graphs": stats.get("num_budgets", 0),
+            "dropped": dropped, "non_finite": each.non_finite,
+            "reported_bytes": stats.get("graph_bytes"),
+        }  # fmt: skip
+        if dropped:
+            lines.append(f"  dropped: {dropped[:3]}")
+    return lines
+
+
+def eager(model: Any, group: dict[str, Any], tokens: list[int]) -> list[torch.Tensor]:
+    return list(model.encoder_eager_forward(dict(group)).split(tokens))
+
+
+def attempted(call: Callable[[], None]) -> str | None:
+    """What ended the measurements early; the tables are printed all the same."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  (a benchmark: everything is reported)
+        traceback.print_exc()
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def ending(left_out: list[str], failure: str | None) -> list[str]:
+    lines = [f"left out for lack of time: {', '.join(left_out) or 'nothing'}"]
+    return lines if failure is None else [*lines, f"ENDED EARLY: {failure}"]
+
+
+def vision(config: Any) -> list[str]:
+    """Qwen3-VL: both of graphhal's adapters against vLLM's manager."""
+    model = qwen3_vl(config)
+    result: dict[str, Any] = {"backend": A.backend, "top": A.top, "rows": {}}
+    rows, left_out = result["rows"], []
+    largest = pictures([max(SIDES)] * max(COUNTS))
+    eager(model, largest, [max(SIDES) ** 2] * max(COUNTS))  # one-time costs are nobody's
+    ladder = [b for b in (2**k for k in range(3 if A.dry else 6, 20)) if b < A.top] + [A.top]
+    own = Contestant("own", lambda: ours(config, model, vllm_adapter="own"))
+    protocol = Contestant("protocol", lambda: ours(config, model, vllm_adapter="protocol"))
+    doubling = Contestant("peer 2^k", lambda: peer(config, model, ladder, min(64, ladder[0])))
+
+    def measure(label: str, sides: list[int], contestants: list[Contestant]) -> None:
+        if elapsed() > A.seconds:
+            left_out.append(label)
+            return
+        group = pictures(sides)
+        want = eager(model, group, [side * side for side in sides])
+        rows[label] = compare(contestants, group, want)
+        save(result)
+        print(f"# {elapsed():.0f} s: {label}", file=sys.stderr, flush=True)
+
+    def measure_all() -> None:
+        mix = [SIDES[n % len(SIDES)] for n in range(COUNTS[-1])]
+        measure(f"mix of {COUNTS[-1]}", mix, [doubling, protocol, own])
+        for count in COUNTS:
+            if elapsed() > A.seconds:
+                left_out.append(f"all of {count}")
+                continue
+            budgets = sorted({count * side * side for side in SIDES})
+            exact = Contestant("peer exact", lambda: peer(config, model, budgets, count))  # noqa: B023
+            for side in SIDES:
+                measure(
+                    f"{count} x {side * side}", [side] * count, [exact, doubling, protocol, own]
+                )
+            result["non_finite_exact"] = result.get("non_finite_exact", 0) + exact.non_finite
+            del exact
+
+    failure = attempted(measure_all)
+    lines = table(f"{A.backend}: device ms / host ms, relative L2 to eager", rows, NAMES)
+    lines += ratio_table(rows, ["protocol", "own"], ["peer exact", "peer 2^k"])
+    lines += described([doubling, protocol, own], result)
+    non_finite = result.get("non_finite_exact", 0)
+    lines.append(f"peer exact: non-finite values with poisoned pools: {non_finite}")
+    ratios = {
+        "worst protocol / better peer, device": max(
+            (
+                row["protocol"]["device"] / min(row[n]["device"] for n in NAMES[:2] if n in row)
+                for row in rows.values()
+            ),
+            default=0.0,
+        ),
+        "memory protocol / peer 2^k": protocol.mib / max(doubling.mib, 1e-9),
+        "memory own / peer 2^k": own.mib / max(doubling.mib, 1e-9),
+    }
+    result["ratios"] = ratios
+    lines += [f"{name}: {value:.3f}" for name, value in ratios.items()]
+    result["left_out"], result["failure"] = left_out, failure
+    save(result)
+    return lines + ending(left_out, failure)
+
+
+def omni(config: Any) -> list[str]:
     """The thinker's towers, which vLLM serves eagerly, with graphhal's adapters."""
-    from graphhal.vllm_worker import towers  # noqa: F401  (opt-in classes are known by now)
-
     model = thinker(config)
-    graphs = Contestant("own", lambda: ours(config, model, vllm_models="qwen3_omni"))
-    eager = types.SimpleNamespace(
-        execute=lambda group: list(model.embed_multimodal(**group)), get_cumulative_stats=dict
-    )
-    plain = Contestant("eager", lambda: eager)
+    result: dict[str, Any] = {"backend": A.backend, "rows": {}}
+    rows, left_out = result["rows"], []
     groups = {
         f"image {side * side}": pictures([side]) for side in ([2, 4] if A.dry else [7, 14, 28])
     }
     groups |= {f"audio {s} s": clips([s]) for s in ([2.0] if A.dry else [1.4, 5.0, 15.0, 60.0])}
     groups["audio 4 clips"] = clips([1.4, 3.0, 5.0, 2.2])
-    rows = {}
-    for label, group in groups.items():
-        rows[label] = compare([plain, graphs], group, list(model.embed_multimodal(**group)))
-    stats = graphs.manager.get_cumulative_stats()
-    result["omni"] = {"rows": rows, "mib": graphs.mib, "graphs": stats["num_budgets"]}
-    lines = table(f"{A.backend}: Qwen3-Omni thinker, device ms / host ms", rows, ["eager", "own"])
-    lines.append(
-        f"own: {graphs.mib:.0f} MiB, {stats['num_budgets']} graphs, {graphs.seconds:.1f} s"
+    for group in groups.values():
+        model.embed_multimodal(**group)
+    graphs = Contestant("own", lambda: ours(config, model, vllm_models="qwen3_omni"))
+    as_it_is = types.SimpleNamespace(
+        execute=lambda group: list(model.embed_multimodal(**group)), get_cumulative_stats=dict
     )
-    return lines
+    plain = Contestant("eager", lambda: as_it_is)
+
+    def measure_all() -> None:
+        for label, group in groups.items():
+            if elapsed() > A.seconds:
+                left_out.append(label)
+                continue
+            want = list(model.embed_multimodal(**group))
+            rows[label] = compare([plain, graphs], group, want)
+            save(result)
+
+    failure = attempted(measure_all)
+    title = f"{A.backend}: Qwen3-Omni thinker, device ms / host ms"
+    lines = table(title, rows, ["eager", "own"]) + ratio_table(rows, ["own"], ["eager"])
+    lines += described([graphs], result)
+    result["left_out"], result["failure"] = left_out, failure
+    save(result)
+    return lines + ending(left_out, failure)
+
+
+def main() -> int:
+    with engine() as config, torch.inference_mode():
+        lines = vision(config) if A.model == "vl" else omni(config)
+    print("\n".join(lines), flush=True)
+    return 1 if lines[-1].startswith("ENDED EARLY") else 0
 
 
 if __name__ == "__main__":
