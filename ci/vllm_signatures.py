@@ -3,7 +3,8 @@
 
     python ci/vllm_signatures.py vllm-0.26.0-*.whl vllm-0.31.0-*.whl ...
 
-A folder with an unpacked vLLM works as well: `0.31.0=PATH/site-packages`.
+A folder with an unpacked vLLM works as well: `0.31.0=PATH/site-packages`. Releases that are not
+named keep what was read before.
 """
 
 import ast
@@ -22,8 +23,7 @@ TARGET = ROOT / "graphhal" / "vllm_worker" / "signatures.json"
 
 
 def source_of(place: Path, name: str) -> str | None:
-    """Text of a file in a wheel or a folder."""
-    """Text of a file of a wheel or of an unpacked one; None where it is not there."""
+    """Text of a file in a wheel or a folder; None where it is not there."""
     if place.is_dir():
         path = place / name
         return path.read_text() if path.exists() else None
@@ -50,14 +50,12 @@ def spelled_function(node: ast.FunctionDef) -> str:
 
 def spelled_class(node: ast.ClassDef) -> str:
     """Field names of a dataclass."""
-    """Names of a class's annotated fields."""
     names = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign)]  # type: ignore[union-attr]
     return "fields: " + ", ".join(names)
 
 
 def lookup(tree: ast.Module, qualname: str) -> str | None:
     """Spelling of a function or class; None where there is none of that name."""
-    """Spelling of a function or class of a module; None where it is not there."""
     scope: list[ast.stmt] = tree.body
     found: ast.stmt | None = None
     for part in qualname.split("."):
@@ -79,7 +77,6 @@ def lookup(tree: ast.Module, qualname: str) -> str | None:
 
 def read(place: Path) -> dict[str, str]:
     """Spelling of every touched name that one release has."""
-    """Spelling by name of all that graphhal touches in one release."""
     trees: dict[str, ast.Module | None] = {}
     table = {}
     for name in ALL:
@@ -95,11 +92,14 @@ def read(place: Path) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     """Write the table; returns the exit status."""
-    """Command line."""
     if not arguments:
         print(__doc__)
         return 2
-    tables = {}
+    known = json.loads(TARGET.read_text()) if TARGET.exists() else {}
+    tables = {
+        version: {name: text for name, text in table.items() if name in ALL}
+        for version, table in known.items()
+    }
     for argument in arguments:
         version, _, folder = argument.partition("=")
         if not folder:

@@ -13,7 +13,7 @@ venv=${VLLM_VENV:-.ci-work/vllm-cpu}
 if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
 fi
-if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("vllm", "pytest_timeout", "hypothesis", "graphhal"))))'; then
+if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("vllm", "pytest_timeout", "hypothesis", "prometheus_fastapi_instrumentator", "graphhal"))))'; then
     bare=ci/vllm_requirements_bare.txt
     "$venv/bin/pip" install -q -r ci/vllm_requirements.txt
     if [ "${VLLM_OMNI:-0}" = 1 ]; then

@@ -174,6 +174,7 @@ class EncoderGraphExecutor:
             self.name,
             settings.log_seconds,
             None if file is None else Path(file.replace("{pid}", str(os.getpid()))),
+            self.stats,
         )
         self.token_budgets = self._budgets()
         _alive.add(self)
@@ -240,22 +241,20 @@ class EncoderGraphExecutor:
         Raises:
             InputError: an item is wrong, and the model's own code would not say so.
         """
+        self._reporter.touch()
         refusal = request_refusal(mm_kwargs)
         served = None if refusal is not None else self._find(mm_kwargs)
         if served is None:
             self._count(mm_kwargs, refusal or "no encoder takes these inputs")
             return None
         try:
-            outputs = served.encode(mm_kwargs)
+            return served.encode(mm_kwargs)
         except InputError as error:
             if served.encoder.raises:
                 raise
             log.debug("%s: %s", served.encoder.name, error)
             self._count(mm_kwargs, "inputs that the adapter does not know")
             return None
-        if self._reporter.due():
-            self._reporter.served(self.stats())
-        return outputs
 
     def _find(self, mm_kwargs: Mapping[str, Any]) -> _Served | None:
         if len(self._served) == 1:
@@ -281,6 +280,7 @@ class EncoderGraphExecutor:
     def clear(self) -> None:
         """Release every graph. Safe twice; a summary is logged where anything was served."""
         self._held = None
+        self._reporter.stop()
         if self._captured:
             self._reporter.served(self.stats(), final=True)
         for graphs in self._graphs():
@@ -316,7 +316,7 @@ class EncoderGraphExecutor:
         dropped: list[tuple[str, str]] = []
         used = computed = graph_count = graph_bytes = 0
         seconds = check_seconds = 0.0
-        for (modality, reason), count in self._misses.items():
+        for (modality, reason), count in list(self._misses.items()):
             misses.setdefault(modality, {})[reason] = count
         for graphs in self._graphs():
             one = graphs.stats()
@@ -325,8 +325,9 @@ class EncoderGraphExecutor:
             _add(tokens, one["item_tokens"])
             for modality, reasons in one["misses"].items():
                 _add(misses.setdefault(modality, {}), reasons)
-            used += graphs.statistics.rows_used.total()
-            computed += graphs.statistics.rows_replayed.total()
+            # Copied at once: the thread that publishes asks while requests count.
+            used += sum(list(graphs.statistics.rows_used.values()))
+            computed += sum(list(graphs.statistics.rows_replayed.values()))
             graph_count += one["graph_count"]
             graph_bytes += one["graph_bytes"]
             seconds += one["capture"]["seconds"]

@@ -2,13 +2,18 @@
 
 import json
 import logging
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+PUBLISH_SECONDS = 2.0
+"""How far counters may lag behind; requests pay for no more than a mark."""
 
 
 class Prometheus:
@@ -115,19 +120,62 @@ def _metric(kind: Any, name: str, text: str, labels: tuple[str, ...], **options:
 class Reporter:
     """Publishes what an executor did: at start-up, every so often while serving, at the end.
 
+    A thread of its own publishes, so that the last requests before a pause are seen as well. It
+    starts with the first request of a process, and ends with `stop` or with the executor.
+
     Args:
         model: names it in metrics and lines.
         seconds: between two lines; 0 for none.
         file: JSON written with every line; None for none.
+        stats: method that tells the counters, `EncoderGraphExecutor.stats`; not kept alive.
     """
 
-    def __init__(self, model: str, seconds: float, file: Path | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        seconds: float,
+        file: Path | None,
+        stats: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
         self.model = model
+        self._stats = None if stats is None else weakref.WeakMethod(stats)
+        self._news = False
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
         self._seconds = seconds
         self._file = file
         self._prometheus = Prometheus(model)
         self._next = monotonic() + seconds
-        self._reported = 0
+        self._published = self._reported = 0
+
+    def touch(self) -> None:
+        """A request is served: what it counts is published soon."""
+        self._news = True
+        if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=_publish, args=(weakref.ref(self), self._stop), daemon=True,
+                name="graphhal-metrics",
+            )  # fmt: skip
+            self._thread.start()
+
+    def publish(self) -> bool:
+        """Publish where something new happened or a line is due; False once the source is gone."""
+        source = None if self._stats is None else self._stats()
+        if source is None:
+            return False
+        if self._news or (self.due() and self._published > self._reported):
+            self._news = False
+            self.served(source())
+        return True
+
+    def stop(self) -> None:
+        """End the thread; the next request starts another."""
+        thread, self._thread = self._thread, None
+        self._stop.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)
 
     def captured(self, stats: Mapping[str, Any]) -> None:
         """The start-up summary."""
@@ -156,14 +204,15 @@ class Reporter:
 
     def served(self, stats: Mapping[str, Any], final: bool = False) -> None:
         """Publish; with a line where one is due, or at the end where anything was served."""
-        self._prometheus.served(stats)
-        total = stats["graph_hits"] + stats["graph_misses"]
-        if not (self.due() or (final and total > self._reported)):
-            return
-        self._next = monotonic() + self._seconds
-        self._reported = total
-        log.info("graphhal: %s: %s", self.model, line(stats))
-        self._write(stats)
+        with self._lock:
+            self._prometheus.served(stats)
+            self._published = total = stats["graph_hits"] + stats["graph_misses"]
+            if total <= self._reported or not (final or self.due()):
+                return
+            self._next = monotonic() + self._seconds
+            self._reported = total
+            log.info("graphhal: %s: %s", self.model, line(stats))
+            self._write(stats)
 
     def _write(self, stats: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -173,6 +222,18 @@ class Reporter:
         except OSError as error:
             log.warning("graphhal: %s cannot be written: %s", self._file, error)
             self._file = None
+
+
+def _publish(reference: "weakref.ref[Reporter]", stop: threading.Event) -> None:
+    """Body of the thread; holds the reporter no longer than a publication takes."""
+    while not stop.wait(PUBLISH_SECONDS):
+        reporter = reference()
+        try:
+            if reporter is None or not reporter.publish():
+                return
+        except Exception:
+            log.exception("counters could not be published; the next try is in a moment")
+        del reporter
 
 
 def line(stats: Mapping[str, Any]) -> str:

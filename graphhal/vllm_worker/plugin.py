@@ -31,13 +31,16 @@ OPT_IN_MODULES = (
     "vllm_omni.model_executor.models.covo_audio.covo_audio",
 )
 """Modules of models that have no encoder-graph protocol and gain it on opt-in."""
+ASCEND_WORKER = "vllm_ascend.worker.worker"
+"""Module of vllm-ascend's worker, which sizes the KV cache."""
+WATCHED = (ENCODER_CUDAGRAPH, *OPT_IN_MODULES, ASCEND_WORKER)
 
 
 def register() -> None:
     """Watch for vLLM's encoder graphs. Idempotent; imports nothing of vLLM, logs nothing."""
     if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watch())
-    for name in (ENCODER_CUDAGRAPH, *OPT_IN_MODULES):
+    for name in WATCHED:
         module = sys.modules.get(name)
         if module is not None and not _is_being_imported(module):
             _imported(module)
@@ -92,7 +95,7 @@ class _Watch(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if self._looking or fullname not in (ENCODER_CUDAGRAPH, *OPT_IN_MODULES):
+        if self._looking or fullname not in WATCHED:
             return None
         self._looking = True
         try:
@@ -138,6 +141,10 @@ def _imported(module: ModuleType) -> None:
         _replace_constructor(module.EncoderCudaGraphManager)
     if vllm_config is not None:
         _admit(vllm_config)
+    if vllm_config is not None and module.__name__ == ASCEND_WORKER:
+        from graphhal.vllm_worker import ascend
+
+        ascend.prepare_worker(vllm_config)
 
 
 def _admit(vllm_config: Any) -> None:
@@ -154,9 +161,10 @@ def _replace_constructor(manager: type) -> None:
 
 
 def _construct(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """What `EncoderCudaGraphManager(...)` gives: graphhal's executor, or vLLM's own manager."""
-    from graphhal.vllm_worker import executor
+    """What `EncoderCudaGraphManager(...)` gives: graphhal's executor, or their own manager."""
+    from graphhal.vllm_worker import ascend, executor
 
-    build: Callable[..., Any] = executor.build
+    theirs = cls.__module__.partition(".")[0] == ascend.PACKAGE
+    build: Callable[..., Any] = ascend.build if theirs else executor.build
     made = build(*args, **kwargs)
     return object.__new__(cls) if made is None else made

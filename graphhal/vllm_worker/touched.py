@@ -40,13 +40,6 @@ PROTOCOL = (
 )
 """What the model's own code is asked for."""
 
-SHARDS = (
-    "vllm.model_executor.models.vision:get_load_balance_assignment",
-    "vllm.model_executor.models.utils:scatter_output_slices",
-    "vllm.distributed.communication_op:tensor_model_parallel_all_gather",
-)
-"""What data-parallel encoding uses."""
-
 _MODELS = "vllm.model_executor.models"
 QWEN3_VL = (
     f"{_MODELS}.qwen3_vl:Qwen3_VisionTransformer.forward",
@@ -64,7 +57,7 @@ QWEN3_OMNI = (
 )
 """Towers that have an adapter of graphhal's own."""
 
-ALL = (*MANAGER, *PROTOCOL, *SHARDS, *QWEN3_VL, *QWEN2_5_VL, *QWEN3_OMNI)
+ALL = (*MANAGER, *PROTOCOL, *QWEN3_VL, *QWEN2_5_VL, *QWEN3_OMNI)
 
 _MARKS: dict[object, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,122 @@ def test_counters_of_a_worker_appear_in_another_process(tmp_path: Path) -> None:
     assert 'graphhal_encoder_replays_total{graph="t/image[64]",model="M"} 3.0' in text
     assert 'graphhal_encoder_rows_total{kind="computed",model="M"} 768.0' in text
     assert 'graphhal_encoder_item_tokens_total{edge="64",model="M"} 5.0' in text
+
+
+class Source:
+    """Whose counters are reported."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+
+    def stats(self) -> dict[str, Any]:
+        return {**STATS, "graph_hits": self.hits, "graph_misses": 0}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen within ten seconds")
+
+
+def test_the_last_requests_before_a_pause_are_published(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No further request comes that could notice that a line is due."""
+    monkeypatch.setattr(metrics, "PUBLISH_SECONDS", 0.02)
+    source = Source()
+    reporter = metrics.Reporter("M", 0.2, None, source.stats)
+    published: list[int] = []
+    monkeypatch.setattr(
+        reporter._prometheus, "served", lambda stats: published.append(stats["graph_hits"])
+    )
+    with caplog.at_level("INFO", logger=metrics.log.name):
+        source.hits = 3
+        reporter.touch()
+        wait_until(lambda: 3 in published)
+        wait_until(lambda: any("hits" in r.getMessage() for r in caplog.records))
+        source.hits = 4
+        reporter.touch()
+        wait_until(lambda: 4 in published)
+    reporter.stop()
+    count = len(published)
+    time.sleep(0.1)
+    assert len(published) == count
+    reporter.touch()
+    wait_until(lambda: len(published) > count)
+    reporter.stop()
+
+
+def test_nothing_is_published_again_while_nothing_happens() -> None:
+    source = Source()
+    reporter = metrics.Reporter("M", 0, None, source.stats)
+    calls: list[Any] = []
+    reporter.served = lambda stats, final=False: calls.append(stats)  # type: ignore[method-assign]
+    reporter._news = True
+    assert reporter.publish()
+    assert reporter.publish()
+    assert len(calls) == 1
+
+
+def test_the_thread_ends_with_what_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "PUBLISH_SECONDS", 0.02)
+    source = Source()
+    reporter = metrics.Reporter("M", 0, None, source.stats)
+    reporter.touch()
+    thread = reporter._thread
+    assert thread is not None
+    assert thread.daemon
+    del source
+    wait_until(lambda: not thread.is_alive())
+
+
+def test_a_failed_publication_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "PUBLISH_SECONDS", 0.02)
+    reporter = metrics.Reporter("M", 0, None, Source().stats)
+    turns: list[int] = []
+
+    def publish() -> bool:
+        turns.append(1)
+        if len(turns) == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        return len(turns) < 3
+
+    reporter.publish = publish  # type: ignore[method-assign]
+    reporter.touch()
+    wait_until(lambda: len(turns) == 3)
+    assert "could not be published" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_publishes_as_well() -> None:
+    code = (
+        "import os, time\n"
+        "from graphhal.vllm_worker import metrics\n"
+        "metrics.PUBLISH_SECONDS = 0.02\n"
+        "class Source:\n"
+        "    def stats(self):\n"
+        "        return {'graph_hits': 1, 'graph_misses': 0}\n"
+        "source = Source()\n"
+        "reporter = metrics.Reporter('M', 0, None, source.stats)\n"
+        "seen = []\n"
+        "reporter._prometheus.served = lambda stats: seen.append(os.getpid())\n"
+        "reporter.touch()\n"
+        "while not seen: time.sleep(0.02)\n"
+        "if os.fork() == 0:\n"
+        "    reporter.touch()\n"
+        "    while os.getpid() not in seen: time.sleep(0.02)\n"
+        "    os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert out.stdout.strip() == "7"
 
 
 @pytest.fixture
