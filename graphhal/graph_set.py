@@ -132,9 +132,11 @@ class GraphSet:
         while left:
             problem = self._make_arena(left, output)
             capacity, layout = left.pop(0)
-            if self.arena is not None:
-                problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
+            # Agreed before a capture, too: the others would run its collectives alone.
             problem = self._agreed(capacity.key, problem, report)
+            if problem is None and self.arena is not None:
+                problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
+                problem = self._agreed(capacity.key, problem, report)
             if problem is not None:
                 report.dropped.append(Dropped(capacity.key, str(problem)))
                 self._shrink()

@@ -114,7 +114,8 @@ class EncoderGraphs:
         with self._lock:
             self.clear()
             ladder = [c for c in self.ladder() if keys is None or c.key in keys]
-            self.peers.all_have("ladder to capture", [str(capacity.key) for capacity in ladder])
+            for what, value in self._decides(ladder).items():
+                self.peers.all_have(what, value)
             if not ladder:
                 return self.report
             try:
@@ -186,10 +187,13 @@ class EncoderGraphs:
     def check_weights(self) -> bool:
         """Whether the captured graphs still read the weights in use; clears them where not.
 
-        Call it after a reload, or after waking from sleep; `run` looks by itself as well.
+        Call it after a reload, or after waking from sleep, on every rank of `peers`; `run` looks by
+        itself as well.
         """
         with self._lock:
-            if self._watch is None or not self._watch.moved():
+            moved = self._watch is not None and self._watch.moved()
+            # A rank's new weights may have got the old addresses; it must not replay alone.
+            if not any(self.peers.exchange("weights moved", moved)):
                 return True
             self._weights_moved()
             return False
@@ -272,6 +276,23 @@ class EncoderGraphs:
             self._measure()
         if self.adapter.device.type != "cpu":
             torch.accelerator.empty_cache()  # what references took is the host's again
+
+    def _decides(self, ladder: Sequence[Capacity]) -> dict[str, Any]:
+        """All that decides what becomes of a group of these sizes, by name, for ranks to compare."""
+        info, settings = self.platform.info, self.settings
+        return {
+            "ladder to capture": [str(capacity.key) for capacity in ladder],
+            "bounds of the ladder": [
+                (capacity.rows, capacity.tokens, capacity.items, dict(capacity.sequences))
+                for capacity in ladder
+            ],
+            "policy": str(settings.policy),
+            "exact_only": settings.exact_only,
+            "self_check": str(settings.self_check),
+            "platform": info.name,
+            "platform's allow_empty": info.allow_empty,
+            "platform's collectives": "collectives" in info.capabilities,
+        }
 
     def _no_collectives(self) -> str | None:
         """Why a tower that is spread over ranks must run eagerly as a whole, or None."""

@@ -1,15 +1,17 @@
 """Tensor-parallel weights: ranks capture alike, decide alike, and never wait for ever."""
 
 import random
+from dataclasses import replace
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from graphhal import EncoderGraphs, Settings, open_platform
-from graphhal.errors import CaptureError
+from graphhal import EncoderGraphs, Settings, graph_set, open_platform
+from graphhal.errors import CaptureError, PeersError, ReplayError
 from graphhal.peers import DistributedPeers
 from graphhal.platform import CaptureRequest
 from tests.ranks.processes import run_ranks
@@ -20,10 +22,17 @@ pytestmark = pytest.mark.slow  # every test starts processes
 SHORT = timedelta(seconds=20)
 
 
-def graphs_of(rank: int, limit: int | None = None, **knobs: Any) -> EncoderGraphs:
+def graphs_of(
+    rank: int,
+    limit: int | None = None,
+    wait: timedelta = SHORT,
+    policy: str = "single",
+    **knobs: Any,
+) -> EncoderGraphs:
     adapter = ShardedToyEncoder(dist.group.WORLD, **knobs)
-    peers = DistributedPeers(dist.group.WORLD, knobs.pop("wait", SHORT))
-    return EncoderGraphs(adapter, open_platform("cpu"), Settings(memory_limit=limit), peers)
+    peers = DistributedPeers(dist.group.WORLD, wait)
+    settings = Settings(memory_limit=limit, policy=policy)
+    return EncoderGraphs(adapter, open_platform("cpu"), settings, peers)
 
 
 def groups(count: int, seed: int) -> list[list[tuple[int, int]]]:
@@ -103,6 +112,145 @@ def test_ranks_with_other_ladders_are_refused_by_name():
         assert kind == "PeersError"
         assert text.startswith("ladder to capture: rank 1 has ")
         assert "toy/image[8]" in text and "toy/image[16]" in text
+
+
+def other_order(rank: int, size: int) -> Any:
+    graphs = graphs_of(rank)
+    capacities = graphs.adapter.capacities
+    if rank == 1:
+        graphs.adapter.capacities = lambda settings: capacities(settings)[::-1]
+    graphs.capture()
+
+
+def test_another_capture_order_is_refused():
+    for kind, text, _ in run_ranks(2, other_order):
+        assert kind == "PeersError"
+        assert text.startswith("ladder to capture: rank 1 has ['toy/image[16]', 'toy/image[8]', ")
+
+
+def elsewhere(rank: int, size: int) -> Any:
+    DistributedPeers(dist.group.WORLD, SHORT).exchange(f"capture of toy[{4 * rank}]", None)
+
+
+def test_a_rank_at_another_key_is_refused_by_name():
+    for kind, text, _ in run_ranks(2, elsewhere):
+        assert kind == "PeersError"
+        assert text.startswith(
+            "rank 1 is at 'capture of toy[4]' while rank 0 is at 'capture of toy[0]'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("policy", "policy: rank 1 has packed, rank 0 has single; start every rank with"),
+        ("max_seqlen", "bounds of the ladder: rank 1 has [("),
+        ("collectives", "platform's collectives: rank 1 has False, rank 0 has True"),
+    ],
+)
+def test_ranks_that_would_decide_otherwise_are_refused(what, told):
+    for kind, text, _ in run_ranks(2, decides_otherwise, what):
+        assert kind == "PeersError"
+        assert text.startswith(told)
+
+
+def decides_otherwise(rank: int, size: int, what: str) -> Any:
+    graphs = graphs_of(rank, policy="packed" if (what, rank) == ("policy", 1) else "single")
+    if rank == 1 and what == "max_seqlen":
+        capacities = graphs.adapter.capacities
+        graphs.adapter.capacities = lambda settings: tuple(
+            replace(c, sequences={n: replace(b, max_seqlen=12) for n, b in c.sequences.items()})
+            for c in capacities(settings)
+        )
+    if rank == 1 and what == "collectives":
+        info = graphs.platform.info
+        object.__setattr__(info, "capabilities", info.capabilities - {"collectives"})
+    graphs.capture()
+
+
+def no_memory_for_buffers(rank: int, size: int) -> Any:
+    graphs = graphs_of(rank)
+    arena, left = graph_set.Arena, [1 if rank == 1 else 0]
+
+    def allocate(*args: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("planted")
+        return arena(*args)
+
+    graph_set.Arena = allocate
+    began = monotonic()
+    report = graphs.capture()
+    dropped = [(str(d.key), d.reason) for d in report.dropped]
+    return [str(c.key) for c in report.captured], dropped, monotonic() - began
+
+
+def test_a_rank_without_memory_for_its_buffers_keeps_no_other_waiting_in_a_collective():
+    for keys, dropped, seconds in run_ranks(2, no_memory_for_buffers):
+        assert keys == ["toy/image[8]", "toy/image[4]"]
+        ((key, reason),) = dropped
+        assert key == "toy/image[16]"
+        assert reason.startswith("rank 1: out of memory for its inputs and outputs")
+        assert seconds < 20
+
+
+def weights_moved(rank: int, size: int) -> Any:
+    graphs = graphs_of(rank)
+    graphs.capture()
+    assert graphs.check_weights()
+    if rank == 1:  # the other rank's allocator gave the new weights the old addresses
+        weight = graphs.adapter.tower.mergers[0].weight
+        weight.data = weight.data.clone()
+    return graphs.check_weights(), graphs.keys()
+
+
+def test_weights_that_moved_on_one_rank_are_every_rank_s():
+    assert run_ranks(2, weights_moved) == [(False, [])] * 2
+
+
+def failing_replay(rank: int, size: int) -> Any:
+    graphs = graphs_of(rank)
+    graphs.capture()
+
+    def failing(graph: Any) -> None:
+        raise RuntimeError("planted")
+
+    object.__setattr__(graphs.platform, "replay", failing)
+    with pytest.raises(ReplayError, match="planted"):
+        graphs.run(request([(1, 16)], 0, torch.float32))
+    return graphs.stats()["misses"], len(graphs.keys())
+
+
+def test_a_replay_that_fails_is_an_error_and_no_eager_call_that_others_would_wait_for():
+    assert run_ranks(2, failing_replay) == [({}, 3)] * 2
+
+
+def stays_away(rank: int, size: int) -> Any:
+    peers = DistributedPeers(dist.group.WORLD, timedelta(seconds=2))
+    began = monotonic()
+    if rank == 1:
+        sleep(8)
+        return "late"
+    with pytest.raises(PeersError) as error:
+        peers.exchange("capture of toy[8]", None)
+    return str(error.value), monotonic() - began
+
+
+def test_a_rank_that_stays_away_is_named_within_the_wait():
+    outcomes = run_ranks(3, stays_away)
+    text, seconds = outcomes[0]
+    assert text.startswith("rank 0 waited 0:00:02 at 'capture of toy[8]' for 3 ranks: ")
+    assert "Ranks 1 failed to pass monitoredBarrier" in text
+    assert seconds < 7
+    text, seconds = outcomes[2]
+    assert text.startswith("rank 2 waited 0:00:02 at 'capture of toy[8]' for 3 ranks: ")
+    assert seconds < 7
+
+
+def test_agreements_need_a_group_on_the_host(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    with pytest.raises(PeersError, match=r"^agreements need a gloo process group, got nccl; make"):
+        DistributedPeers(object())
 
 
 def missing(rank: int, size: int) -> Any:
