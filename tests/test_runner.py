@@ -55,7 +55,7 @@ def assert_equals_eager(graphs: EncoderGraphs, asked, outputs=None) -> None:
     expected = graphs.run_eager(asked)
     assert len(outputs) == len(expected) == len(asked["grids"])
     for ours, reference in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-4)  # of values to 20
 
 
 def misses(graphs: EncoderGraphs) -> dict[MissReason, int]:
