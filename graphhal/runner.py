@@ -278,7 +278,7 @@ class EncoderGraphs:
             torch.accelerator.empty_cache()  # what references took is the host's again
 
     def _decides(self, ladder: Sequence[Capacity]) -> dict[str, Any]:
-        """All that decides what becomes of a group of these sizes, by name, for ranks to compare."""
+        """What becomes of a group depends on its sizes and on these; ranks compare them."""
         info, settings = self.platform.info, self.settings
         return {
             "ladder to capture": [str(capacity.key) for capacity in ladder],
