@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from graphhal.errors import PeersError
 from graphhal.items import ItemSpec
 from graphhal.outputs import split_items
 from graphhal.peers import spread
@@ -37,6 +38,8 @@ class DataParallelEncoder:
 
         Raises:
             InputError: an item is wrong; raised on every rank, before anything is exchanged.
+            PeersError: a rank did not come to the gather within the group's timeout (gloo; NCCL
+                ends the process, and names the collective).
         """
         items = self._graphs.adapter.item_specs(mm_kwargs)
         if not items:
@@ -44,7 +47,14 @@ class DataParallelEncoder:
         shares = spread([item.rows for item in items], self._size)
         tokens = [sum(items[index].tokens for index in share) for share in shares]
         own = self._own_output(mm_kwargs, items, shares[self._rank])
-        gathered = self._gather(own, max(tokens))
+        try:
+            gathered = self._gather(own, max(tokens))
+        except RuntimeError as error:
+            held = ", ".join(f"rank {r} of {len(share)} items" for r, share in enumerate(shares))
+            raise PeersError(
+                f"rank {self._rank} waited at the gather of {len(items)} items, {held}; a rank "
+                f"that does not come failed in its own items, see its log: {error}"
+            ) from error
         outputs: list[torch.Tensor | None] = [None] * len(items)
         for rank, share in enumerate(shares):
             starts = [0]

@@ -1,6 +1,8 @@
 """Data-parallel encoders: items are spread by load, gathered, and come back in order."""
 
 import random
+from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -53,6 +55,48 @@ def wrong_item(rank: int, size: int) -> Any:
 def test_a_wrong_item_is_named_on_every_rank_and_nobody_waits():
     for kind, text, _ in run_ranks(2, wrong_item):
         assert (kind, text[:7]) == ("InputError", "item 1:")
+
+
+def one_rank_fails(rank: int, size: int) -> Any:
+    graphs = EncoderGraphs(ToyEncoder(), open_platform("cpu"), Settings())
+    graphs.output_kind()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    encoder = DataParallelEncoder(graphs, group)
+    if rank == 1:
+        graphs.adapter.forward = None
+        with pytest.raises(TypeError):
+            encoder.run(request([(1, 8), (1, 4), (1, 2)], 0, torch.float32))
+        sleep(6)
+        return "failed"
+    began = monotonic()
+    with pytest.raises(PeersError) as error:
+        encoder.run(request([(1, 8), (1, 4), (1, 2)], 0, torch.float32))
+    return str(error.value), monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_its_items_keeps_nobody_waiting_for_ever():
+    (text, seconds), *_ = run_ranks(2, one_rank_fails)
+    assert text.startswith(
+        "rank 0 waited at the gather of 3 items, rank 0 of 1 items, rank 1 of 2 items; a rank that "
+    )
+    assert seconds < 6
+
+
+def one_item_for_four(rank: int, size: int) -> Any:
+    graphs = EncoderGraphs(ToyEncoder(), open_platform("cpu"), Settings())
+    graphs.capture()
+    encoder = DataParallelEncoder(graphs, dist.group.WORLD)
+    asked = request([(1, 8)], 0, torch.float32)
+    ours, alone = encoder.run(asked), graphs.run_eager(asked)
+    stats = graphs.stats()
+    return torch.equal(ours[0], alone[0]), stats["hits"], stats["misses"]
+
+
+@pytest.mark.slow
+def test_ranks_without_an_item_take_part_in_the_gather():
+    outcomes = run_ranks(4, one_item_for_four)
+    assert outcomes == [(True, {"image": 1}, {}), *[(True, {}, {})] * 3]
 
 
 def test_an_empty_request_needs_no_rank():
