@@ -1,8 +1,10 @@
 """Graph memory inside a vLLM worker: how much may be taken, and what vLLM's profile is told.
 
 vLLM measures graph memory before it sizes the KV cache: it captures, takes the difference of free
-memory, and clears. graphhal captures a sample there, the largest graphs, which hold nearly all of
-the memory, and holds a block as large as the rest would be until vLLM has looked.
+memory, and clears. graphhal captures a sample there, the largest graph, which holds nearly all of
+the memory, and some of the others, and holds a block as large as the rest would be until vLLM has
+looked. What the driver loads meanwhile (kernels for new shapes, 200 MiB on an H200) is paid once
+and belongs to no graph, so the estimate counts what the graphs themselves took.
 
 vLLM switches the garbage collector off while it captures. Tensors in reference cycles would pile up
 beside the KV cache, and be counted as if graphs held them: so it is on while graphhal captures (the
@@ -34,8 +36,9 @@ SHARE_OF_KV = 0.10
 SHARE_OF_REST = 0.5
 """Share of the card's rest that graphs may take where the KV cache has an explicit size."""
 SAMPLED = 12
-"""Largest graphs captured for the profile of one encoder. All but the first tell what one more
-graph adds; a card hands memory out in pieces of 2 MiB, so two or three would tell little."""
+"""Graphs captured for the profile of one encoder: the largest, and others spread over the ladder.
+Those tell what one more adds; a card hands memory out in pieces of 2 MiB, so two or three would
+tell little."""
 PROFILERS = ("profile_cudagraph_memory", "_profile_cudagraph_memory")
 """Functions of vLLM's runners that capture in order to measure."""
 
@@ -203,30 +206,32 @@ def _allow(graphs: EncoderGraphs, limit: int | None, used: int) -> None:
 def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     """(bytes taken by the sample, bytes that the rest of the ladder would take)."""
     ladder = sorted(graphs.ladder(), key=lambda c: (c.rows, c.tokens, c.key), reverse=True)
-    free = _meter(graphs.platform)
-    if free is None:
+    if _meter(graphs.platform) is None:
         return graphs.capture().num_bytes, 0
-    _settle()
-    marks = [free()]
-
-    def mark(done: int, total: int, key: GraphKey) -> None:
-        _settle()
-        marks.append(free())
-
-    sampled = [capacity.key for capacity in ladder[:SAMPLED]]
-    num_bytes = graphs.capture(mark, sampled).num_bytes
+    sampled = _spread([capacity.key for capacity in ladder])
+    report = graphs.capture(keys=sampled)
     left_out = len(ladder) - len(sampled)
-    if left_out and len(graphs.keys()) < len(sampled):
+    if left_out and len(report.captured) < len(sampled):
         # The limit, or a failure, drops graphs: what stays is only known after all were tried.
-        graphs.capture()
+        report = graphs.capture()
         left_out = 0
     _settle()
-    taken = marks[0] - free()
     if not left_out:
-        return taken, 0
-    rest = max(0, marks[1] - marks[len(sampled)]) * left_out // (len(sampled) - 1)
+        return report.num_bytes, 0
+    further = [line.num_bytes for line in report.captured[1:]]
+    rest = sum(further) * left_out // len(further)
     limit = graphs.settings.memory_limit
-    return taken, rest if not isinstance(limit, int) else min(rest, max(0, limit - num_bytes))
+    if isinstance(limit, int):
+        rest = min(rest, max(0, limit - report.num_bytes))
+    return report.num_bytes, rest
+
+
+def _spread(keys: Sequence[GraphKey]) -> list[GraphKey]:
+    """The first key, and others at even distances, `SAMPLED` in all."""
+    if len(keys) <= SAMPLED:
+        return list(keys)
+    step = (len(keys) - 1) / (SAMPLED - 1)
+    return [keys[round(number * step)] for number in range(SAMPLED)]
 
 
 def _settle() -> None:

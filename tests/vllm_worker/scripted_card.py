@@ -43,7 +43,12 @@ class Owner:
 
 
 def scripted(
-    platform: Platform, card: Card, first: float, each: float, garbage: float = 0.0
+    platform: Platform,
+    card: Card,
+    first: float,
+    each: float,
+    garbage: float = 0.0,
+    loads: float = 0.0,
 ) -> Platform:
     """The platform, with graphs that take memory of the card, and run again where they replay.
 
@@ -53,11 +58,16 @@ def scripted(
         first: bytes of the first graph, arenas included.
         each: bytes of every further graph.
         garbage: bytes that every eager reference leaves in a reference cycle.
+        loads: bytes that the driver loads for good where a graph of a new size is captured.
     """
+    seen: set[int] = set()
     alive: dict[int, Owner] = {}
 
     def capture(request: CaptureRequest) -> CapturedGraph:
         request.forward()
+        if loads and request.key.size not in seen:
+            seen.add(request.key.size)
+            card.used += loads
         num_bytes = int(each if alive else first)
         graph = CapturedGraph(request, object(), None, num_bytes)
         alive[id(graph)] = owner = Owner()

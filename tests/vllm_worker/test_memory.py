@@ -4,6 +4,7 @@ import gc
 import types
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,10 +42,16 @@ def collector_off() -> Iterator[None]:
 
 
 def encoder(
-    card: Card, graphs: int, first: float, each: float, garbage: float = 0.0, **options: Any
+    card: Card,
+    graphs: int,
+    first: float,
+    each: float,
+    garbage: float = 0.0,
+    loads: float = 0.0,
+    **options: Any,
 ) -> EncoderGraphs:
     settings = Settings(platform="cpu", self_check="quick", **options)
-    platform = scripted(open_platform("cpu", settings), card, first, each, garbage)
+    platform = scripted(open_platform("cpu", settings), card, first, each, garbage, loads)
     budgets = range(12, 12 + 4 * graphs, 4)
     toy = ToyEncoder(torch.device("cpu"), torch.float32, budgets)
     return EncoderGraphs(toy, platform, settings)
@@ -61,7 +68,7 @@ def told_and_taken(
     for graphs in encoders:
         graphs.clear()
     gc.collect()
-    assert card.free_bytes() == before
+    assert card.free_bytes() <= before  # less what the driver has loaded for good
     return told, memory.capture_all(model, encoders, limit)
 
 
@@ -91,7 +98,8 @@ def test_the_estimate_is_what_capture_takes(
     assert len(one.keys()) == graphs
     real = (first + (graphs - 1) * each) * MIB
     assert taken.counted == pytest.approx(real, abs=PIECE)
-    assert told == taken.expected == pytest.approx(taken.counted, rel=0.05)
+    assert taken.expected == pytest.approx(taken.counted, rel=0.01)
+    assert told == pytest.approx(taken.expected, abs=PIECE)
     assert f"{taken.expected / MIB:.0f} MiB were expected (" in caplog.text
 
 
@@ -101,13 +109,29 @@ def test_garbage_does_not_pile_up_while_vllm_has_the_collector_off() -> None:
     assert not gc.isenabled()
 
 
-def test_only_the_largest_graphs_are_captured_for_the_profile() -> None:
+def test_what_the_driver_loads_on_the_way_is_no_graphs_memory() -> None:
+    """Kernels for new shapes once made 60 graphs of 2002 MiB an expected 3215 MiB."""
+    card = Card(60000 * MIB)
+    one = encoder(card, 60, 1860 * MIB, 2 * MIB, loads=20 * MIB)
+    model = Model()
+    assert memory.sample(model, [one]) is not None
+    for _ in range(2):  # everything is loaded the second time
+        one.clear()
+        gc.collect()
+        taken = memory.capture_all(model, [one])
+    assert taken.expected == pytest.approx(taken.counted, rel=0.01)
+
+
+def test_graphs_of_all_sizes_are_captured_for_the_profile() -> None:
     card = Card(60000 * MIB)
     one = encoder(card, 26, 100 * MIB, MIB)
     held = memory.sample(Model(), [one])
-    assert sorted(key.size for key in set(one.keys())) == list(range(68, 116, 4))
+    sizes = sorted(key.size for key in set(one.keys()))
+    assert len(sizes) == memory.SAMPLED
+    assert (sizes[0], sizes[-1]) == (12, 112)
+    assert max(b - a for a, b in pairwise(sizes)) <= 12
     assert held is not None
-    assert held.nbytes == pytest.approx(14 * MIB, abs=3 * MIB)
+    assert held.nbytes == 14 * MIB
 
 
 def test_short_ladders_are_captured_whole() -> None:
@@ -158,8 +182,8 @@ def test_a_block_that_does_not_fit_stops_no_start_up(
 
     capture = one.capture
 
-    def then_full(*args: Any) -> Any:
-        report = capture(*args)
+    def then_full(**options: Any) -> Any:
+        report = capture(**options)
         monkeypatch.setattr(torch, "empty", full)
         return report
 
