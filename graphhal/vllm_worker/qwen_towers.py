@@ -364,8 +364,9 @@ class VllmQwenAudio(Qwen3OmniAudio):
         convolved = [self._convolved(part) for part in parts]
         embedded = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
         count, channels, bands, places = embedded.shape
-        hidden = tower.conv_out(
-            embedded.permute(0, 3, 1, 2).reshape(count, places, channels * bands)
+        hidden = _linear(
+            tower.conv_out,
+            embedded.permute(0, 3, 1, 2).reshape(count, places, channels * bands),
         )
         table = tower.positional_embedding.positional_embedding[:places].to(hidden.dtype)
         hidden = (hidden + table).reshape(count * places, -1)
@@ -373,8 +374,8 @@ class VllmQwenAudio(Qwen3OmniAudio):
         bound = torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32)
         for layer in tower.layers:
             hidden = layer(hidden, inputs[BOUNDARIES], bound)
-        output: torch.Tensor = tower.proj2(tower.act(tower.proj1(tower.ln_post(hidden))))
-        return output
+        hidden = tower.act(_linear(tower.proj1, tower.ln_post(hidden)))
+        return _linear(tower.proj2, hidden)
 
     def _convolved(self, part: torch.Tensor) -> torch.Tensor:
         for convolution in (self.tower.conv2d1, self.tower.conv2d2, self.tower.conv2d3):
@@ -389,6 +390,13 @@ class VllmQwenAudio(Qwen3OmniAudio):
         tokens = torch.tensor([item.tokens for item in items], device=self.device)
         output: torch.Tensor = self.tower(features, feature_lens=lengths, aftercnn_lens=tokens)
         return output
+
+
+def _linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    """A linear layer's output; vLLM-Omni's layers give it with a bias beside it."""
+    output = layer(rows)
+    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return result
 
 
 def _frame(item: ItemSpec) -> tuple[int, int]:

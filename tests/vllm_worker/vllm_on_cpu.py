@@ -147,10 +147,14 @@ def qwen2_5_vl(config: Any, dtype: torch.dtype = torch.float32) -> Any:
         )
 
 
-def qwen3_omni(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """vLLM's Qwen3-Omni thinker around small vision and audio towers."""
+def qwen3_omni(
+    config: Any, dtype: torch.dtype = torch.float32, thinker: types.ModuleType | None = None
+) -> Any:
+    """A Qwen3-Omni thinker around small vision and audio towers: vLLM's, or another module's."""
     from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs
-    from vllm.model_executor.models import qwen3_omni_moe_thinker as thinker
+
+    if thinker is None:
+        from vllm.model_executor.models import qwen3_omni_moe_thinker as thinker
 
     vision = configs.Qwen3OmniMoeVisionEncoderConfig(
         depth=3, num_position_embeddings=64, deepstack_visual_indexes=[0, 1], **VISION
@@ -247,11 +251,17 @@ def as_items(modality: str, group: dict[str, Any]) -> list[Any]:
 
 
 def run_v1(
-    model: Any, config: Any, manager: Any, groups: list[tuple[str, dict[str, Any]]]
+    model: Any,
+    config: Any,
+    manager: Any,
+    groups: list[tuple[str, dict[str, Any]]],
+    runner_class: type | None = None,
 ) -> list[torch.Tensor]:
-    """`GPUModelRunner._execute_mm_encoder` on a runner that was not constructed."""
+    """`_execute_mm_encoder` on a `GPUModelRunner`, or a subclass, that was not constructed."""
     from vllm.multimodal.inputs import PlaceholderRange
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner_class = runner_class or GPUModelRunner
 
     items = [(modality, item) for modality, group in groups for item in as_items(modality, group)]
     features = [
@@ -263,7 +273,7 @@ def run_v1(
         )
         for number, (modality, item) in enumerate(items)
     ]
-    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner: Any = runner_class.__new__(runner_class)
     runner.__dict__.update(
         requests={"r0": types.SimpleNamespace(mm_features=features)},
         model=model,
@@ -282,7 +292,7 @@ def run_v1(
         ec_connector_metadata=None,
         free_encoder_mm_hashes=[],
     )
-    outputs: list[torch.Tensor] = GPUModelRunner._execute_mm_encoder(runner, scheduled)
+    outputs: list[torch.Tensor] = runner._execute_mm_encoder(scheduled)
     return outputs
 
 
@@ -307,11 +317,12 @@ def run_v2(
     return outputs
 
 
-def make_manager(config: Any, model: Any) -> Any:
-    """As V1's `GPUModelRunner` makes its manager."""
+def make_manager(config: Any, model: Any, runner_class: type | None = None) -> Any:
+    """As V1's `GPUModelRunner`, or a subclass, makes its manager."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner_class = runner_class or GPUModelRunner
+    runner: Any = runner_class.__new__(runner_class)
     runner.__dict__.update(
         compilation_config=config.compilation_config,
         supports_mm_inputs=True,
@@ -320,7 +331,7 @@ def make_manager(config: Any, model: Any) -> Any:
         dtype=torch.float32,
         model=model,
     )
-    return GPUModelRunner._create_encoder_cudagraph_manager(runner)
+    return runner._create_encoder_cudagraph_manager()
 
 
 class StandInGraph:
