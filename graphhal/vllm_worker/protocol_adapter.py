@@ -1,8 +1,8 @@
 """Any model with vLLM's encoder-graph protocol, where the model's own code prepares the buffers."""
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import isqrt
 from typing import Any
@@ -19,6 +19,7 @@ from graphhal.platform import Platform
 from graphhal.settings import Settings
 from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule
+from graphhal.vllm_worker.protocol_staging import Captured, copies
 
 log = logging.getLogger(__name__)
 
@@ -35,26 +36,6 @@ BOUNDS = {
     "cu_window_seqlens": ("max_seqlen_window",),
 }
 """Buffers that hold boundaries, and the host scalar that bounds their longest sequence."""
-
-
-@dataclass(slots=True)
-class _Captured:
-    """What one graph was captured with.
-
-    Attributes:
-        number: of the graph in its ladder.
-        specs: static inputs, by name.
-        constants: host tensors, baked into the graph.
-        ends: per boundary buffer, its rows, and the ends of dummy sequences after the last one.
-        dense: tokens in the model's own output, which may be more or fewer than the budget.
-    """
-
-    number: int
-    items: int
-    frames: int
-    specs: dict[str, BufferSpec]
-    constants: dict[str, torch.Tensor]
-    ends: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
 
 
 class ProtocolAdapter(EncoderAdapter):
@@ -100,8 +81,8 @@ class ProtocolAdapter(EncoderAdapter):
         suffix = "" if path == "default" else f"_{path}"
         self.name = f"{type(model).__name__}{suffix}"
         self._axes = tuple(product(*(tuple(axis) for axis in dialect.axes(self.config))))
-        self._captured: dict[GraphKey, _Captured] = {}
-        self._by_number: list[_Captured] = []
+        self._captured: dict[GraphKey, Captured] = {}
+        self._by_number: list[Captured] = []
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
         self._grid: _GridRequests | None = None
         self._keeps_boundaries = _scales_boundaries(model)
@@ -128,10 +109,12 @@ class ProtocolAdapter(EncoderAdapter):
         modality = self.model.get_input_modality(mm_kwargs)
         axes = self._axes_of(mm_kwargs)
         specs: list[ItemSpec] = []
-        for position, spec in enumerate(self.model.get_encoder_cudagraph_item_specs(mm_kwargs)):
+        every = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
+        for position, spec in enumerate(every):
             tokens = self.dialect.path_tokens(spec, self.path_name)
             if tokens:
-                specs.append(self._item(len(specs), modality, tokens, position, axes))
+                place = (position, len(every))
+                specs.append(self._item(len(specs), modality, tokens, place, axes))
         return tuple(specs)
 
     def _axes_of(self, mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
@@ -141,15 +124,21 @@ class ProtocolAdapter(EncoderAdapter):
         return self.dialect.select(self.model, mm_kwargs, list(range(count)))[1]
 
     def _item(
-        self, index: int, modality: str, tokens: int, position: int, axes: tuple[Hashable, ...]
+        self,
+        index: int,
+        modality: str,
+        tokens: int,
+        place: tuple[int, int],
+        axes: tuple[Hashable, ...],
     ) -> ItemSpec:
+        """The spec of an item at `place`: its position among how many items of the request."""
         return ItemSpec(
             index=index,
             modality=modality,
             rows=tokens,
             tokens=tokens,
             sequences={},
-            signature=(tokens, position, axes),
+            signature=(tokens, place, axes),
         )
 
     def path(self, item: ItemSpec) -> str:
@@ -221,13 +210,13 @@ class ProtocolAdapter(EncoderAdapter):
             return {}
         return self._captured_for(capacity.key).specs
 
-    def _captured_for(self, key: GraphKey) -> _Captured:
+    def _captured_for(self, key: GraphKey) -> Captured:
         known = self._captured.get(key)
         if known is not None:
             return known
         axes = self._axes[int(key.path.rpartition("/")[2]) if len(self._axes) > 1 else 0]
         items, frames = self.limits.items_for(key.size), self.limits.frames_for(key.size)
-        captured = _Captured(len(self._by_number) + 1, items, frames, {}, {})
+        captured = Captured(len(self._by_number) + 1, items, frames, {}, {})
         values = self.model_inputs(key.size, axes, self.path_name)
         for name, value in values.items():
             if value is None:
@@ -245,7 +234,7 @@ class ProtocolAdapter(EncoderAdapter):
 
     def _boundary_spec(
         self,
-        captured: _Captured,
+        captured: Captured,
         name: str,
         value: torch.Tensor,
         values: Mapping[str, torch.Tensor | None],
@@ -274,71 +263,47 @@ class ProtocolAdapter(EncoderAdapter):
         Raises:
             RefusedError: they do not fit this graph.
         """
-        captured = self._by_number[len(inputs[MARKER]) - 1]
-        values = self._values(mm_kwargs, items, captured)
-        self._check_constants(captured, values)
-        for name, target in inputs.items():
-            if name == MARKER:
-                continue
-            source = values.get(name)
-            if source is None:
-                raise RefusedError(f"the model prepared no value for its buffer {name!r}")
-            _check_shape(name, source, target)
-            if name in captured.ends:
-                _copy_ends(source, target, *captured.ends[name])
-            elif target.dim() == 0:
-                target.copy_(source)
-            elif name in self.config.padding_logics:
-                self.config.padding_logics[name](target, source)
-            else:
-                target[: len(source)].copy_(source)
-                if len(source) < len(target):
-                    target[len(source) :].zero_()
+        self.stager(items, inputs)(mm_kwargs)
 
-    def _values(
-        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], captured: _Captured
-    ) -> Mapping[str, torch.Tensor | None]:
-        if CAPTURE_INPUTS in mm_kwargs:
-            own: Mapping[str, torch.Tensor | None] = mm_kwargs[CAPTURE_VALUES]
-            return own
-        subset = self._subset(mm_kwargs, items)
-        values: Mapping[str, torch.Tensor | None] = (
-            self.model.prepare_encoder_cudagraph_replay_buffers(
-                subset, captured.items, captured.frames, self.path_name
-            ).values
-        )
-        return values
+    def stager(
+        self, items: Sequence[ItemSpec], inputs: Mapping[str, torch.Tensor]
+    ) -> Callable[[Mapping[str, Any]], None]:
+        """`stage` with the views of the buffers made once."""
+        captured = self._by_number[inputs[MARKER].shape[0] - 1]
+        buffers = {name: target for name, target in inputs.items() if name != MARKER}
+        copy = copies(captured, buffers, self.config.padding_logics)
+        frozen = tuple(items)
+        whole = len(self._axes) == 1 and _are_all(frozen)
+
+        def stage(mm_kwargs: Mapping[str, Any]) -> None:
+            if CAPTURE_INPUTS in mm_kwargs:
+                copy(mm_kwargs[CAPTURE_VALUES])
+                return
+            prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
+                mm_kwargs if whole else self._subset(mm_kwargs, frozen),
+                captured.items,
+                captured.frames,
+                self.path_name,
+            )
+            copy(prepared.values)
+
+        return stage
 
     def _subset(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], for_graph: bool = True
     ) -> Mapping[str, Any]:
         """The kwargs of these items: all of them as they came, or the model's selection."""
-        positions = [_position_of(item) for item in items]
-        count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
-        if positions == list(range(count)) and len(self._axes) == 1:
+        if len(self._axes) == 1 and _are_all(items):
             return mm_kwargs
+        positions = [_place_of(item)[0] for item in items]
         if self.rule.shares_kwargs:
             # The buffers of one of several paths hold all items of the batch.
-            positions = list(range(count))
+            positions = list(range(_place_of(items[0])[1]))
         subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
         expected = _axes_of(items[0])
         if for_graph and axes != expected and len(self._axes) > 1:
             raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
         return subset
-
-    def _check_constants(
-        self, captured: _Captured, values: Mapping[str, torch.Tensor | None]
-    ) -> None:
-        for name, constant in captured.constants.items():
-            value = values.get(name)
-            if value is None or value is constant:
-                continue
-            if value.device.type != "cpu" or value.shape != constant.shape:
-                raise RefusedError(f"{name} is baked at capture and cannot be replaced")
-            if bool((value > constant).any()):
-                raise RefusedError(
-                    f"{name} is {value.tolist()}, above the {constant.tolist()} baked at capture"
-                )
 
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
@@ -392,7 +357,9 @@ class ProtocolAdapter(EncoderAdapter):
         modality = self.modalities[0] if self.modalities else "image"
 
         def group(*tokens: int) -> tuple[ItemSpec, ...]:
-            return tuple(self._item(n, modality, t, n, axes) for n, t in enumerate(tokens))
+            return tuple(
+                self._item(n, modality, t, (n, len(tokens)), axes) for n, t in enumerate(tokens)
+            )
 
         yield group(budget)
         if self._grids() is None:
@@ -467,10 +434,17 @@ def _axes_of(item: ItemSpec) -> tuple[Hashable, ...]:
     return axes
 
 
-def _position_of(item: ItemSpec) -> int:
-    """Place of an item in its request; items of one path alone are numbered from 0."""
+def _place_of(item: ItemSpec) -> tuple[int, int]:
+    """Position of an item in its request, and how many items that has; items of one path alone
+    are numbered from 0."""
     signature: Any = item.signature
-    return int(signature[1])
+    place: tuple[int, int] = signature[1]
+    return place
+
+
+def _are_all(items: Sequence[ItemSpec]) -> bool:
+    """Whether these are all items of their request, in its order."""
+    return [_place_of(item) for item in items] == [(n, len(items)) for n in range(len(items))]
 
 
 def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:
@@ -493,25 +467,6 @@ def _scales_boundaries(model: Any) -> bool:
         for module in tower_modules(model)
     }
     return "FLASHINFER" in backends
-
-
-def _copy_ends(source: torch.Tensor, target: torch.Tensor, rows: int, steps: torch.Tensor) -> None:
-    """Boundaries, then the padding as dummy sequences no longer than the bound, then repeats."""
-    count = len(source)
-    target[:count].copy_(source)
-    tail = target[count:]
-    if len(tail):
-        torch.add(target[count - 1], steps[: len(tail)], out=tail)
-        tail.clamp_(max=rows)
-
-
-def _check_shape(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.dim() != target.dim() or any(
-        have > room for have, room in zip(source.shape, target.shape, strict=True)
-    ):
-        raise RefusedError(
-            f"{name} is {list(source.shape)}, the graph's buffer is {list(target.shape)}"
-        )
 
 
 def _exactly(output: torch.Tensor, tokens: int) -> torch.Tensor:

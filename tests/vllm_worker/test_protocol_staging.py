@@ -1,0 +1,116 @@
+"""What a model prepared, copied into a graph's buffers, or refused; no vLLM needed."""
+
+import pytest
+import torch
+
+from graphhal.errors import RefusedError
+from graphhal.vllm_worker.protocol_staging import KEPT_VIEWS, Captured, copies
+
+NAN = float("nan")
+
+
+def captured(**options) -> Captured:
+    return Captured(1, 4, 4, {}, options.get("constants", {}), options.get("ends", {}))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 6])
+def test_rows_are_copied_and_the_rest_zeroed(rows):
+    target = torch.full((6, 3), NAN)
+    copy = copies(captured(), {"pixels": target}, {})
+    for seed in range(2):
+        source = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))
+        target.fill_(NAN)
+        copy({"pixels": source, "unused": None})
+        assert torch.equal(target[:rows], source)
+        assert torch.equal(target[rows:], torch.zeros(6 - rows, 3))
+
+
+def test_other_row_counts_than_the_first_are_right_too():
+    target = torch.full((30, 2), NAN)
+    copy = copies(captured(), {"pixels": target}, {})
+    for rows in [*range(1, 2 * KEPT_VIEWS), 3, 30, 1]:
+        target.fill_(NAN)
+        copy({"pixels": torch.ones(rows, 2)})
+        assert target.sum() == 2 * rows
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (2, 1), (2, 4), (6,), (), (2, 3, 1)])
+def test_what_does_not_fit_is_refused(shape):
+    copy = copies(captured(), {"pixels": torch.zeros(6, 3)}, {})
+    with pytest.raises(RefusedError, match="pixels is"):
+        copy({"pixels": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize("values", [{}, {"pixels": None}])
+def test_what_the_model_did_not_prepare_is_refused(values):
+    copy = copies(captured(), {"pixels": torch.zeros(6, 3)}, {})
+    with pytest.raises(RefusedError, match="no value for its buffer 'pixels'"):
+        copy(values)
+
+
+def test_a_scalar_is_copied():
+    target = torch.tensor(0.0)
+    copies(captured(), {"scale": target}, {})({"scale": torch.tensor(3.0)})
+    assert target == 3.0
+
+
+def test_the_models_own_padding_is_used_and_still_has_to_fit():
+    target = torch.zeros(4, 2)
+
+    def pad(into, source):
+        into.fill_(-1)
+        into[: len(source)].copy_(source)
+
+    copy = copies(captured(), {"pixels": target}, {"pixels": pad})
+    copy({"pixels": torch.ones(1, 2)})
+    assert target.tolist() == [[1, 1], [-1, -1], [-1, -1], [-1, -1]]
+    with pytest.raises(RefusedError, match="pixels is"):
+        copy({"pixels": torch.ones(5, 2)})
+    with pytest.raises(RefusedError, match="pixels is"):
+        copy({"pixels": torch.ones(5)})
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ([0, 5], [0, 5, 9, 13, 16, 16]),
+        ([0, 5, 16], [0, 5, 16, 16, 16, 16]),
+        ([0, 2, 4], [0, 2, 4, 8, 12, 16]),
+        ([0, 1, 2, 3, 4, 16], [0, 1, 2, 3, 4, 16]),
+    ],
+)
+def test_padding_rows_are_sequences_no_longer_than_the_bound(source, expected):
+    ends = {"cu_seqlens": (16, torch.arange(1, 6, dtype=torch.int32) * 4)}
+    target = torch.full((6,), -7, dtype=torch.int32)
+    copy = copies(captured(ends=ends), {"cu_seqlens": target}, {})
+    for _ in range(2):
+        target.fill_(-7)
+        copy({"cu_seqlens": torch.tensor(source, dtype=torch.int32)})
+        assert target.tolist() == expected
+
+
+@pytest.mark.parametrize("source", [[], list(range(7)), [[0, 1]]])
+def test_boundaries_that_do_not_fit_are_refused(source):
+    ends = {"cu_seqlens": (16, torch.arange(1, 6, dtype=torch.int32) * 4)}
+    copy = copies(captured(ends=ends), {"cu_seqlens": torch.zeros(6, dtype=torch.int32)}, {})
+    with pytest.raises(RefusedError, match="cu_seqlens is"):
+        copy({"cu_seqlens": torch.tensor(source, dtype=torch.int32)})
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "words"),
+    [
+        (16, 17, "above the 16 baked"),
+        ([16, 4], [16, 5], "above the"),
+        (16, [16], "cannot be replaced"),
+        ([16, 4], [16], "cannot be replaced"),
+    ],
+)
+def test_a_baked_scalar_is_a_guard(constant, value, words):
+    copy = copies(captured(constants={"max_seqlen": torch.tensor(constant)}), {}, {})
+    copy({})
+    copy({"max_seqlen": None})
+    copy({"max_seqlen": torch.tensor(constant) - 1})
+    copy({"max_seqlen": torch.tensor(constant)})
+    with pytest.raises(RefusedError, match=words):
+        copy({"max_seqlen": torch.tensor(value)})
