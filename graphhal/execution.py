@@ -15,7 +15,7 @@ from graphhal.graph_set import Entry
 from graphhal.items import ItemSpec
 from graphhal.outputs import as_levels, runs, write_levels
 from graphhal.plan import Capacity, GraphKey
-from graphhal.platform import CapturedGraph, HostUpdate, Platform
+from graphhal.platform import CapturedGraph, HostUpdate, Platform, StepScope
 
 
 class OuterCaptureError(Exception):
@@ -149,33 +149,37 @@ class Execution:
         staging: Exception | None = None
         try:
             entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
-            if entered is None:
-                raise OuterCaptureError
-            with entered as scope, _without_gradients():
-                try:
-                    step.stage(mm_kwargs)
-                except Exception as error:
-                    staging = error
-                    raise
-                if self._update_first:
-                    self._update(graph, step.update)
-                self._platform.replay(graph)
-                if not self._update_first:
-                    self._update(graph, step.update)
-                if step.whole is not None and self._clones:
-                    group.tensor = step.whole.clone()
-                    return
-                output = request.output
-                if group.tensor is None:
-                    group.tensor = scope.empty((group.tokens, output.shape[1]), output.dtype)
-                for source, start, end in step.copies:
-                    group.tensor[start:end].copy_(source)
-        except (GraphhalError, OuterCaptureError, torch.OutOfMemoryError):
+            if entered is not None:
+                with entered as scope, _without_gradients():
+                    try:
+                        step.stage(mm_kwargs)
+                    except Exception as error:
+                        staging = error
+                        raise
+                    if self._update_first:
+                        self._update(graph, step.update)
+                    self._platform.replay(graph)
+                    if not self._update_first:
+                        self._update(graph, step.update)
+                    self._copy_out(step, group, scope)
+        except (GraphhalError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if error is staging:
                 raise  # the request's or the adapter's fault: an eager call would meet it too
             raise ReplayError(f"{graph.key}: {type(error).__name__}: {error}") from error
+        if entered is None:
+            raise OuterCaptureError
+
+    def _copy_out(self, step: PreparedReplay, group: GroupOutput, scope: StepScope) -> None:
+        if step.whole is not None and self._clones:
+            group.tensor = step.whole.clone()
+            return
+        output = step.entry.graph.request.output
+        if group.tensor is None:
+            group.tensor = scope.empty((group.tokens, output.shape[1]), output.dtype)
+        for source, start, end in step.copies:
+            group.tensor[start:end].copy_(source)
 
     def eager(
         self,
