@@ -75,4 +75,5 @@ class _Window:
         current = map(_GET, self._tables, self._names)
         if not all(map(operator.is_, current, self._held)):
             return True
-        return [data_ptr() for data_ptr in self._data_ptrs] != self._addresses
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters take calls in Python
+            return [data_ptr() for data_ptr in self._data_ptrs] != self._addresses
