@@ -1,6 +1,7 @@
 """The installed vLLM is compared with the releases that were read."""
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ def test_every_touched_name_is_known_in_every_release() -> None:
     assert {"0.26.0", "0.31.0", "0.32.0", "0.33.0"} <= set(table)
     for version, names in table.items():
         assert set(names) == set(touched.ALL), version
+
+
+def test_the_guides_table_has_every_name_whose_signature_is_compared() -> None:
+    guide = Path(__file__).parents[2].joinpath("docs", "vllm.md").read_text()
+    for name in touched.ALL:
+        _, _, qualname = name.partition(":")
+        owner = qualname.split(".")[0]
+        assert f"{owner}`" in guide or f"{owner}." in guide, f"{owner} stands in no table"
 
 
 def test_the_manager_is_constructed_alike_in_every_release() -> None:
