@@ -103,6 +103,7 @@ OP(InplaceOne, T d) RUN((auto d), d.fill_(1), d)
 OP(InplaceFillScalar, T d, N v) RUN((auto d, auto v), d.fill_(v), d, v)
 OP(InplaceFillTensor, T d, T v) RUN((auto d, auto v), d.fill_(v), d, v)
 OP(Arange, N start, N end, N step, T o) RUN((auto start, auto end, auto step, auto o), put(o, at::arange(start, end, step, o.options())), start, end, step, o)
+OP(Linspace, N start, N end, int64_t steps, T o) RUN((auto start, auto end, auto steps, auto o), put(o, at::linspace(start, end, steps, o.options())), start, end, steps, o)
 OP(ConstantPadNd, T a, I pad, N v, T o) RUN((auto a, auto pad, auto v, auto o), put(o, at::constant_pad_nd(a, pad, v)), a, pad, v, o)
 OP(Cat, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim, auto o), put(o, at::cat(list, dim)), list, dim, o)
 OP(Stack, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim, auto o), put(o, at::stack(list, dim)), list, dim, o)
@@ -168,6 +169,20 @@ INPLACE_UNARY(Sqrt, at::sqrt)
 OP(Gelu, T a, T o) RUN((auto a, auto o), put(o, at::gelu(a)), a, o)
 OP(Softmax, T a, int64_t dim, T o) RUN((auto a, auto dim, auto o), put(o, at::softmax(a, dim)), a, dim, o)
 
+OP(SwiGlu, T a, int64_t dim, T o) RUN((auto a, auto dim, auto o), auto halves = a.chunk(2, dim); put(o, at::silu(halves[0]) * halves[1]), a, dim, o)
+
+// Rotary embedding, mode 0: the second half of the last dimension turns with the first.
+OP(RotaryPositionEmbeddingV2, T a, T cos, T sin, int64_t mode, T rotation, T o) {
+  *ws = 0, *ex = nullptr;
+  if (mode != 0 || rotation) return 0;  // no kernel: the launch names the operator
+  OnlyKernels guard;
+  auto run = [](auto a, auto cos, auto sin, auto o) {
+    auto halves = a.chunk(2, -1);
+    put(o, a * cos + at::cat({-halves[1], halves[0]}, -1) * sin);
+  };
+  return prepare(ws, ex, run, a, cos, sin, o);
+}
+
 // ---- comparison and selection
 BINARY(EqTensor, at::eq)
 WITH_SCALAR(EqScalar, at::eq)
@@ -221,6 +236,14 @@ OP(Addmm, T c, T a, T b, N beta, N alpha, T o, int8_t cube)
 RUN((auto c, auto a, auto b, auto beta, auto alpha, auto o, auto), put(o, at::addmm(c, a, b, beta, alpha)), c, a, b, beta, alpha, o, cube)
 OP(LayerNorm, T a, I shape, T weight, T bias, double eps, T o, T mean, T rstd)
 RUN((auto a, auto shape, auto weight, auto bias, auto eps, auto o, auto, auto), put(o, at::layer_norm(a, shape, weight, bias, eps)), a, shape, weight, bias, eps, o, mean, rstd)
+static at::Tensor rms_norm(const at::Tensor &a, const at::Tensor &weight, double eps) {
+  at::Tensor wide = a.to(at::kFloat);
+  return wide * at::rsqrt(wide.square().mean(-1, true) + eps) * weight;
+}
+OP(RmsNorm, T a, T weight, double eps, T o, T rstd)
+RUN((auto a, auto weight, auto eps, auto o, auto), put(o, rms_norm(a, weight, eps)), a, weight, eps, o, rstd)
+OP(AddRmsNorm, T a, T b, T weight, double eps, T o, T rstd, T sum)
+RUN((auto a, auto b, auto weight, auto eps, auto o, auto, auto sum), put(sum, a + b); put(o, rms_norm(sum, weight, eps)), a, b, weight, eps, o, rstd, sum)
 OP(Convolution, T a, T weight, T bias, I stride, I padding, I dilation, bool transposed, I output_padding, int64_t groups, T o, int8_t cube)
 RUN((auto a, auto weight, auto bias, auto stride, auto padding, auto dilation, auto transposed, auto output_padding, auto groups, auto o, auto),
     put(o, at::convolution(a, weight, bias.defined() ? std::optional(bias) : std::nullopt, stride, padding, dilation, transposed, output_padding, groups)),

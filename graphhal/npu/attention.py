@@ -87,6 +87,12 @@ def serve(serving: Serving) -> Iterator[None]:
         _serving.reset(token)
 
 
+def ends_are_known(cu_seqlens: torch.Tensor) -> bool:
+    """Whether a forward runs in this thread that told the host ends of this buffer."""
+    serving = _serving.get()
+    return serving is not None and serving.set_of(cu_seqlens) is not None
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,

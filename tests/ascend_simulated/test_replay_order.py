@@ -4,6 +4,7 @@ import random
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import ReplayError
+from graphhal.npu.capture_state import direct_launches
+from graphhal.npu.task_update import TASK_UPDATE
 from graphhal.platform import HostUpdate, Platform
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
@@ -129,6 +132,25 @@ def test_500_replays_back_to_back_without_a_host_wait(
     assert len([line for line in between if line.startswith("replay")]) == 500
 
 
+def test_one_graph_takes_other_boundaries_in_every_replay(
+    tower: Twins, trace: "simulator.Trace", schedule: str
+) -> None:
+    """Groups of eight tokens each, split in seven ways, one right after another."""
+    splits = [(8,), (3, 5), (5, 3), (4, 4), (2, 6), (1, 3, 4), (2, 2, 2, 2)]
+    requests = [images(*tokens) for tokens in splits]
+    torch.npu.synchronize()
+    simulator.mark("begin")
+    outputs = [tower.graphs.run(request) for request in requests]
+    torch.npu.synchronize()
+    simulator.mark("end")
+    for tokens, output in zip(splits, outputs, strict=True):
+        assert_equal(output, tower.expected(images_on_host(*tokens)), torch.float32)
+    lines = "\n".join(trace.between("begin", "end"))
+    assert len(set(re.findall(r"replay model=(\d+)", lines))) == 1
+    full = re.findall(r"\[q=(\S+) kv", lines)[::BLOCKS]
+    assert len(set(full)) == len(splits)
+
+
 def a_graph(tower: Twins) -> "tuple[object, HostUpdate]":
     graph = tower.graphs._graphs.entries[tower.graphs.keys()[0]].graph
     return graph, HostUpdate(graph.request.boundaries, torch.zeros_like(graph.request.packed).cpu())
@@ -224,4 +246,46 @@ def test_threads_that_encode_at_once_do_not_disturb_each_other(
     for tower in towers:
         assert tower.graphs.stats()["misses"] == {}, tower.graphs.stats()
         tower.graphs.clear()
+    assert trace.hazards() == []
+
+
+def test_updates_of_others_that_hold_the_lock_do_no_harm(
+    tower: Twins, device: torch.device, trace: "simulator.Trace"
+) -> None:
+    """Another owner of task groups in the process, which leaves its update open for a while."""
+    graph, handles, stream = torch.npu.NPUGraph(), [], torch.npu.Stream()
+    x = torch.ones(4, device=device)
+    with TASK_UPDATE, torch.npu.graph(graph):
+        here = torch.npu.current_stream()
+        torch.npu.graph_task_group_begin(here)
+        x.mul_(1)
+        handles.append(torch.npu.graph_task_group_end(here))
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            while not stop.is_set():
+                with TASK_UPDATE, torch.npu.stream(stream), direct_launches():
+                    torch.npu.graph_task_update_begin(stream, handles[0])
+                    x.mul_(1)
+                    time.sleep(0.001)
+                    torch.npu.graph_task_update_end(stream)
+                time.sleep(0.0005)
+        except BaseException as error:  # noqa: BLE001  (handed to the main thread)
+            failures.append(error)
+
+    misses = tower.graphs.stats()["misses"]
+    other = threading.Thread(target=update)
+    other.start()
+    try:
+        for number in range(60):
+            tokens = (1 + number % 5, 3)
+            outputs = tower.graphs.run(images(*tokens))
+            assert_equal(outputs, tower.expected(images_on_host(*tokens)), torch.float32)
+    finally:
+        stop.set()
+        other.join()
+    assert failures == []
+    assert tower.graphs.stats()["misses"] == misses
     assert trace.hazards() == []

@@ -72,6 +72,7 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "norm": lambda x, y, i: x.norm(dim=1),
     "all, any": lambda x, y, i: (x > 0).any().float() + (y > 0).all().float(),
     "arange": lambda x, y, i: torch.arange(2, 9, device=x.device).float(),
+    "linspace": lambda x, y, i: torch.linspace(0.5, 3, 7, device=x.device),
     "casts": lambda x, y, i: x.bfloat16().float() + x.half().float() + y.long().float(),
     "convolution 1d": lambda x, y, i: F.conv1d(x[None], y.reshape(2, 4, 3), stride=2, padding=1),
     "convolution 2d": lambda x, y, i: F.conv2d(x[None, None], y[:3, :3][None, None], y[0, :1]),
@@ -156,6 +157,26 @@ def test_each_chip_gets_the_version_that_it_runs(soc: str, version: str) -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == soc
+
+
+@pytest.mark.usefixtures("launched_directly")
+def test_operators_of_torch_npu_compute_what_they_are_defined_as() -> None:
+    x, y, weight = torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8), torch.randn(8)
+    cos, sin = torch.randn(1, 4, 1, 8), torch.randn(1, 4, 1, 8)
+    first, second = x.chunk(2, -1)
+    added, _, total = torch_npu.npu_add_rms_norm(x.npu(), y.npu(), weight.npu(), 1e-6)
+    pairs = [
+        (
+            torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu()),
+            x * cos + torch.cat((-second, first), -1) * sin,
+        ),
+        (torch_npu.npu_swiglu(x.npu(), dim=-1), F.silu(first) * second),
+        (torch_npu.npu_rms_norm(x.npu(), weight.npu(), 1e-6)[0], F.rms_norm(x, (8,), weight, 1e-6)),
+        (added, F.rms_norm(x + y, (8,), weight, 1e-6)),
+        (total, x + y),
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_random_numbers_are_normal_and_repeatable() -> None:

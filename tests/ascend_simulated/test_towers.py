@@ -114,6 +114,48 @@ def test_audio_and_vision_graphs_interleave(
         tower.graphs.clear()
 
 
+def test_images_videos_and_deepstack_levels_come_from_graphs(platform: Platform) -> None:
+    tower = twins("qwen3_omni_vision", platform)
+    assert not tower.graphs.capture().dropped
+    chooser = random.Random(16)
+    width = 0
+    for _ in range(20):
+        request = random_request(tower.graphs.adapter, chooser)
+        outputs = tower.graphs.run(request)
+        assert_equal(outputs, tower.expected(request), torch.float32)
+        width = outputs[0].shape[1]
+    assert {"image", "video"} <= set(tower.graphs.stats()["hits"])
+    tower_module = next(iter(tower.graphs.adapter.modules()))
+    levels = 1 + len(tower_module.config.deepstack_visual_indexes)
+    assert levels > 1
+    assert width == levels * tower_module.config.out_hidden_size
+    tower.graphs.clear()
+
+
+def test_audio_alone_is_captured_and_cleaned_up(platform: Platform, schedule: str) -> None:
+    tower = twins("qwen3_omni_audio", platform)
+    chooser = random.Random(17)
+    requests = [random_request(tower.graphs.adapter, chooser) for _ in range(6)]
+    torch.npu.empty_cache()
+    reserved = []
+    for _ in range(3):
+        assert not tower.graphs.capture().dropped
+        keys = tower.graphs.keys()
+        assert {key.path for key in keys} == {"audio"}
+        for request in requests:
+            assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+        hits = tower.graphs.stats()["hits"]["audio"]
+        tower.graphs.clear()
+        assert not tower.graphs.keys()
+        for request in requests:
+            assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
+        assert tower.graphs.stats()["hits"]["audio"] == hits
+        torch.npu.synchronize()
+        torch.npu.empty_cache()
+        reserved.append(torch.npu.memory_reserved())
+    assert reserved[1] == reserved[2]
+
+
 def test_outputs_that_a_caller_keeps_survive_memory_pressure(
     platform: Platform, schedule: str
 ) -> None:

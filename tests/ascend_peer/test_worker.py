@@ -1,0 +1,162 @@
+"""graphhal inside vllm-ascend: on opt-in, at known hook points, with the towers that vLLM has."""
+
+import gc
+import sys
+import types
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from vllm_ascend.worker.encoder_acl_graph import EncoderAclGraphManager
+
+from graphhal.self_check import Difference
+from graphhal.vllm_worker import ascend, plugin
+from graphhal.vllm_worker.executor import EncoderGraphExecutor
+from tests.vllm_worker import vllm_on_cpu
+
+DEVICE = "npu:0"
+GRIDS = ([[1, 4, 8], [1, 8, 8]], [[1, 4, 4]], [[1, 8, 4], [1, 4, 12], [1, 4, 4]])
+
+
+def small(name: str, config: Any) -> Any:
+    model = getattr(vllm_on_cpu, name)(config)
+    model.to(DEVICE)
+    return model
+
+
+def manager(config: Any, model: Any) -> Any:
+    """What vllm-ascend's runner constructs."""
+    return EncoderAclGraphManager(config, torch.device(DEVICE), torch.float32, model)
+
+
+def on_device(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.to(DEVICE) if value.is_floating_point() else value
+        for name, value in group.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])  # DeepStack; windowed layers
+def test_towers_of_vllm_are_served_as_they_compute_eagerly(opted_in: Any, name: str) -> None:
+    model = small(name, opted_in)
+    made = manager(opted_in, model)
+    assert isinstance(made, EncoderGraphExecutor)
+    made.capture(None)
+    assert made.stats()["dropped"] == []
+    groups = [vllm_on_cpu.image_group(model, grids, seed) for seed, grids in enumerate(GRIDS * 3)]
+    groups.append(vllm_on_cpu.video_group(model, [[2, 4, 8], [3, 4, 4]]))
+    for group in map(on_device, groups):
+        outputs = made.execute(group)
+        assert outputs is not None
+        for ours, theirs in zip(outputs, model.embed_multimodal(**group), strict=True):
+            assert Difference.between(ours.cpu(), theirs.cpu()).relative_l2 < 1e-5
+    assert made.stats()["graph_misses"] == 0
+    made.clear()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"platform": "npu", "vllm_adapter": "protocol"}],
+    ids=["no opt-in", "boundaries on the device only"],
+)
+def test_otherwise_vllm_ascends_own_manager_serves(opted_in: Any, options: dict[str, Any]) -> None:
+    opted_in.additional_config = {"graphhal": options}
+    assert type(manager(opted_in, small("qwen3_vl", opted_in))) is EncoderAclGraphManager
+
+
+def test_another_release_of_vllm_ascend_keeps_its_manager(
+    opted_in: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ascend, "RELEASES", ("0.9",))
+    with vllm_on_cpu.log_of("graphhal.vllm_worker.ascend", caplog):
+        made = manager(opted_in, small("qwen3_vl", opted_in))
+    assert type(made) is EncoderAclGraphManager
+    assert "vllm-ascend 0.9 was expected, found 0.26" in caplog.text
+
+
+def test_a_hook_point_that_changed_keeps_its_manager(
+    opted_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_ascend.ops.mm_encoder_attention import AscendMMEncoderAttention
+
+    def forward_oot(self: Any, query: Any, lengths: Any) -> None: ...
+
+    model = small("qwen3_vl", opted_in)
+    monkeypatch.setattr(AscendMMEncoderAttention, "forward_oot", forward_oot)
+    assert type(manager(opted_in, model)) is EncoderAclGraphManager
+
+
+def test_layers_that_are_dispatched_otherwise_keep_their_manager(opted_in: Any) -> None:
+    model = small("qwen3_vl", opted_in)
+    layer = model.visual.blocks[0].attn.attn
+    layer._forward_method = layer.forward_native
+    assert type(manager(opted_in, model)) is EncoderAclGraphManager
+
+
+def test_outside_graphhals_forwards_a_layer_does_what_it_did(opted_in: Any) -> None:
+    model = small("qwen3_vl", opted_in)
+    group = on_device(vllm_on_cpu.image_group(model, GRIDS[0]))
+    before = [out.cpu() for out in model.embed_multimodal(**group)]
+    assert ascend.reach_attention(model) is None
+    assert ascend.reach_attention(model) is None  # once is enough, twice is harmless
+    after = [out.cpu() for out in model.embed_multimodal(**group)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.fixture
+def worker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vllm-ascend's worker class; CANN's own Python module and numba are not here."""
+    for name in ("acl", "acl.rt", "numba"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    from vllm_ascend.worker.worker import NPUWorker
+
+    monkeypatch.setattr(NPUWorker, "determine_available_memory", lambda self: 10**9)
+    return NPUWorker
+
+
+def a_worker(config: Any, model: Any, explicit: int | None) -> Any:
+    return types.SimpleNamespace(
+        vllm_config=config,
+        device=torch.device(DEVICE),
+        cache_config=types.SimpleNamespace(kv_cache_memory_bytes=explicit),
+        model_runner=types.SimpleNamespace(get_model=lambda: model),
+    )
+
+
+def settled_free() -> int:
+    gc.collect()
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    return int(torch.npu.mem_get_info()[0])
+
+
+def test_graphs_are_set_aside_before_the_kv_cache_unless_it_has_a_size(
+    opted_in: Any, worker_class: Any
+) -> None:
+    opted_in.additional_config["graphhal"]["memory_limit"] = "1GiB"
+    model = small("qwen3_vl", opted_in)
+    ascend.prepare_worker(opted_in)
+    ascend.prepare_worker(opted_in)
+    determine = worker_class.determine_available_memory
+    assert determine(a_worker(opted_in, model, 5 * 10**8)) == 10**9
+    determine(a_worker(opted_in, model, None))  # what is made once and kept
+    free = settled_free()
+    taken = 10**9 - determine(a_worker(opted_in, model, None))
+    assert abs(settled_free() - free) < 2**16
+    made = manager(opted_in, model)
+    made.capture(None)
+    needed = free - settled_free()
+    assert 0 < needed <= taken <= 2 * needed + 2**22
+    made.clear()
+
+
+def test_without_opt_in_a_worker_is_left_alone(engine: Any, worker_class: Any) -> None:
+    engine.additional_config = {}
+    before = worker_class.determine_available_memory
+    ascend.prepare_worker(engine)
+    assert worker_class.determine_available_memory is before
+
+
+def test_the_worker_module_is_watched() -> None:
+    assert ascend.WORKER.startswith(f"{plugin.ASCEND_WORKER}:")
