@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 CORRUPTS_REPLAYS = ((7, 2, 0), (7, 2, 3))
-HONOURS_THREADS = (7, 2, 1)
+_PER_TENSOR = ("dynamic_per_tensor", "dynamic_scaled_fp8_quant")  # AITER's name, and vLLM's
 
 step = stream_capture.step
 release = stream_capture.release
@@ -142,7 +142,7 @@ def refusing_dynamic_scales(forward: Callable[[], None]) -> Callable[[], None]:
 
 
 class ScaleWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds scaled products with a single scale that is a maximum over data.
+    """Finds operators on fp8 data with a single scale that is a maximum over data.
 
     Attributes:
         found: the first such operator, or None.
@@ -160,7 +160,8 @@ class ScaleWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
         derived = any(id(tensor) in self._maxima for tensor in tensors)
         name = str(func)
-        if "dynamic_per_tensor" in name or ("_scaled_mm" in name and derived):
+        eight_bit = any(t.is_floating_point() and t.itemsize == 1 for t in tensors)
+        if (derived and eight_bit) or any(quantises in name for quantises in _PER_TENSOR):
             self.found = self.found or name
         result = func(*args, **(kwargs or {}))
         if derived or ("max" in name and any(tensor.numel() > 1 for tensor in tensors)):
@@ -172,10 +173,11 @@ class ScaleWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def release_before_teardown() -> None:
     """Make `destroy_process_group` release all graphs first. Does nothing the second time."""
-    distributed = torch.distributed
-    if not distributed.is_available():
+    if not torch.distributed.is_available():
         return
-    original: Callable[..., Any] = distributed.destroy_process_group
+    from torch.distributed import distributed_c10d
+
+    original: Callable[..., Any] = torch.distributed.destroy_process_group
     if getattr(original, "releases_graphs", False):
         return
 
@@ -185,4 +187,5 @@ def release_before_teardown() -> None:
         return original(*args, **kwargs)
 
     destroy_process_group.releases_graphs = True  # type: ignore[attr-defined]
-    distributed.destroy_process_group = destroy_process_group
+    for module in (torch.distributed, distributed_c10d):  # callers use either
+        setattr(module, original.__name__, destroy_process_group)

@@ -6,7 +6,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from graphhal.errors import UnsupportedOperationError
+from benchmarks import rocm_stand_in
+from benchmarks.rocm_stand_in import StrictAiter
+from graphhal.errors import CaptureError, UnsupportedOperationError
 from graphhal.platform import PlatformInfo, Unavailable
 from graphhal.rocm import attention, graph, plugin
 from tests.platforms.fake_streams import install
@@ -23,9 +25,12 @@ def fake(monkeypatch):
 def distributed(monkeypatch):
     """A process group whose end can be watched."""
     log: list[str] = []
-    monkeypatch.setattr(
-        torch.distributed, "destroy_process_group", lambda group=None: log.append(f"end {group}")
-    )
+
+    def destroy_process_group(group=None):
+        log.append(f"end {group}")
+
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
     return log
 
 
@@ -161,6 +166,62 @@ def test_a_dynamic_per_tensor_scale_is_refused(fake):
         plugin.graphhal_capture(request_for(fake, forward=forward))
 
 
+@pytest.fixture
+def operators():
+    """Operators by the names of AITER's and vLLM's, on the host."""
+    made = torch.library.Library("graphhal_facts", "DEF")
+    made.define("dynamic_per_tensor_quant(Tensor rows) -> (Tensor, Tensor)")
+    made.define("dynamic_scaled_fp8_quant(Tensor rows) -> (Tensor, Tensor)")
+    made.define("dynamic_per_token_scaled_fp8_quant(Tensor rows) -> (Tensor, Tensor)")
+    made.define("gemm_a8w8(Tensor left, Tensor right, Tensor scale) -> Tensor")
+
+    def quantise(rows):
+        scale = torch.ones(())
+        return rows.to(torch.float8_e4m3fn), scale
+
+    def quantise_rows(rows):
+        return rows.to(torch.float8_e4m3fn), torch.ones(len(rows), 1)
+
+    made.impl("dynamic_per_tensor_quant", quantise, "CPU")
+    made.impl("dynamic_scaled_fp8_quant", quantise, "CPU")
+    made.impl("dynamic_per_token_scaled_fp8_quant", quantise_rows, "CPU")
+    made.impl("gemm_a8w8", lambda a, b, scale: a.float() @ b.float() * scale, "CPU")
+    yield torch.ops.graphhal_facts
+    made._destroy()
+
+
+@pytest.mark.parametrize("name", ["dynamic_per_tensor_quant", "dynamic_scaled_fp8_quant"])
+def test_operators_that_scale_over_all_rows_are_refused(fake, operators, name):
+    request = request_for(fake, forward=lambda: getattr(operators, name)(torch.randn(16, 32)))
+    with pytest.raises(UnsupportedOperationError, match=f"{name}.*one fp8 scale over all rows"):
+        plugin.graphhal_capture(request)
+
+
+def test_a_product_with_a_scale_over_all_rows_is_refused_whatever_its_name(fake, operators):
+    rows = torch.randn(16, 32)
+
+    def forward() -> None:
+        scale = rows.abs().amax() / 448.0
+        operators.gemm_a8w8((rows / scale).to(torch.float8_e4m3fn), rows.t(), scale)
+
+    with pytest.raises(UnsupportedOperationError, match=r"gemm_a8w8.*one fp8 scale"):
+        plugin.graphhal_capture(request_for(fake, forward=forward))
+
+
+def test_a_scale_per_row_is_fine(fake, operators):
+    rows = torch.randn(16, 32)
+
+    def forward() -> None:
+        eight, scales = operators.dynamic_per_token_scaled_fp8_quant(rows)
+        operators.gemm_a8w8(eight, rows.t(), scales)
+        largest = rows.abs().amax()  # of something else: no fp8 data meets it
+        request.output.copy_((rows / largest)[:4, :2] * 0.0)
+
+    request = request_for(fake, forward=forward)
+    fake.replay_body = lambda: request.output.zero_()
+    plugin.graphhal_capture(request)
+
+
 def test_a_static_scale_is_fine(fake):
     scale = torch.tensor([0.5])
     request = request_for(
@@ -210,6 +271,65 @@ class OlderAiter(Aiter):
         return (result, None)
 
 
+@pytest.fixture
+def strict(fake, monkeypatch):
+    """The stand-in of the device checks, over the fake streams."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.current())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing(fake))
+
+    def kernel(query, key, value, cu_seqlens, longest, scale):
+        lengths = cu_seqlens.diff().tolist()
+        rows = sum(lengths)
+        result = torch.full_like(query, float("nan"))
+        result[:rows] = looped(query, key, value, lengths, scale).to(query.dtype)
+        return result
+
+    return StrictAiter(kernel)
+
+
+def attending(packed, cu_seqlens, output):
+    query, key, value = tensors(8, 16, torch.bfloat16)
+
+    def forward() -> None:
+        output.copy_(packed(query, key, value, cu_seqlens, 8, 0.3)[:4, 0, :2])
+
+    return forward
+
+
+def test_a_kernel_with_workspaces_by_stream_captures_after_warm_up_on_that_stream(fake, strict):
+    request = request_for(fake)
+    forward = attending(attention.PackedAttention(strict), ends((2, 6)), request.output)
+    object.__setattr__(request, "forward", forward)
+    fake.replay_body = forward
+    graph = plugin.graphhal_capture(request)
+    assert list(strict.workspaces) == [graph.pool.stream.stream_id]
+
+
+def test_without_warm_up_such_a_kernel_cannot_be_captured(fake, strict):
+    request = request_for(fake, warmups=0)
+    forward = attending(attention.PackedAttention(strict), ends((2, 6)), request.output)
+    object.__setattr__(request, "forward", forward)
+    with pytest.raises(CaptureError, match="this stream never ran the kernel"):
+        plugin.graphhal_capture(request)
+
+
+def test_the_stand_in_is_strict_and_attention_makes_it_harmless(strict):
+    query, key, value = tensors(8, 16, torch.bfloat16)
+    alone = strict(query, key, value, ends((2, 4)), ends((2, 4)), 4, 4, softmax_scale=0.3)
+    assert alone[6:].isnan().all()
+    got = attention.PackedAttention(strict)(query, key, value, ends((2, 4)), 4, 0.3)
+    assert got[6:].eq(0).all() and torch.equal(got[:6], alone[:6])
+    with pytest.raises(ValueError, match="an empty sequence"):
+        strict(query, key, value, ends((2, 4), 3), ends((2, 4), 3), 4, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an NVIDIA device is here")
+def test_the_stand_in_is_no_platform_without_an_nvidia_device():
+    assert rocm_stand_in.graphhal_probe() == Unavailable(
+        "the stand-in for AITER needs an NVIDIA device", absent=True
+    )
+
+
 @pytest.mark.parametrize("kind", [Aiter, OlderAiter])
 def test_rows_that_the_kernel_leaves_unwritten_are_zero(kind):
     query, key, value = tensors(8, 16, torch.bfloat16)
@@ -240,9 +360,10 @@ def test_graphs_are_released_before_the_process_group_ends(fake, distributed):
     fake.replay_body = lambda: request.output.zero_()
     captured = plugin.graphhal_capture(request)
     plugin.graphhal_capture(request_for_same(request, captured))
-    torch.distributed.destroy_process_group("world")
+    torch.distributed.distributed_c10d.destroy_process_group("world")
     assert distributed == ["end world"]
     assert "pool died with 0 users" in fake.log
+    assert torch.distributed.destroy_process_group.releases_graphs
 
 
 def request_for_same(request, captured):
