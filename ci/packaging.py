@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from email import message_from_bytes
@@ -186,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     scratch, python = options.scratch.resolve(), options.python
     scratch.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
     try:
         wheel, sdist = build(scratch, python)
     except PackagingError as error:
@@ -208,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: FAILED: {error}", flush=True)
         else:
             print(f"{name}: ok", flush=True)
-    print(f"packaging: {len(checks) - failed} passed, {failed} failed")
+    spent = time.monotonic() - started
+    print(f"{len(checks) - failed} passed, {failed} failed in {spent:.1f}s")
     return 1 if failed else 0
 
 
