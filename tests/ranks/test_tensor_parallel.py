@@ -23,16 +23,11 @@ SHORT = timedelta(seconds=20)
 
 
 def graphs_of(
-    rank: int,
-    limit: int | None = None,
-    wait: timedelta = SHORT,
-    policy: str = "single",
-    **knobs: Any,
+    rank: int, options: dict[str, Any] | None = None, wait: timedelta = SHORT, **knobs: Any
 ) -> EncoderGraphs:
     adapter = ShardedToyEncoder(dist.group.WORLD, **knobs)
     peers = DistributedPeers(dist.group.WORLD, wait)
-    settings = Settings(memory_limit=limit, policy=policy)
-    return EncoderGraphs(adapter, open_platform("cpu"), settings, peers)
+    return EncoderGraphs(adapter, open_platform("cpu"), Settings(**(options or {})), peers)
 
 
 def groups(count: int, seed: int) -> list[list[tuple[int, int]]]:
@@ -92,7 +87,7 @@ def test_a_graph_that_one_rank_lacks_is_dropped_on_every_rank():
 
 
 def less_memory(rank: int, size: int) -> Any:
-    graphs = graphs_of(rank, limit=None if rank == 0 else 1)
+    graphs = graphs_of(rank, {"memory_limit": None if rank == 0 else 1})
     report = graphs.capture()
     return [str(c.key) for c in report.captured], {d.reason for d in report.dropped}
 
@@ -140,31 +135,36 @@ def test_a_rank_at_another_key_is_refused_by_name():
         )
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("policy", "policy: rank 1 has packed, rank 0 has single; start every rank with"),
-        ("max_seqlen", "bounds of the ladder: rank 1 has [("),
-        ("collectives", "platform's collectives: rank 1 has False, rank 0 has True"),
-    ],
-)
-def test_ranks_that_would_decide_otherwise_are_refused(what, told):
+DECIDES = {
+    "policy": "policy: rank 1 has packed, rank 0 has single; start every rank with",
+    "exact_only": "exact_only: rank 1 has True, rank 0 has False",
+    "self_check": "self_check: rank 1 has quick, rank 0 has full",
+    "max_seqlen": "bounds of the ladder: rank 1 has [(",
+    "name": "platform: rank 1 has other, rank 0 has cpu",
+    "allow_empty": "platform's allow_empty: rank 1 has False, rank 0 has True",
+    "capabilities": "platform's collectives: rank 1 has False, rank 0 has True",
+}
+
+
+@pytest.mark.parametrize("what", DECIDES)
+def test_ranks_that_would_decide_otherwise_are_refused(what):
     for kind, text, _ in run_ranks(2, decides_otherwise, what):
         assert kind == "PeersError"
-        assert text.startswith(told)
+        assert text.startswith(DECIDES[what])
 
 
 def decides_otherwise(rank: int, size: int, what: str) -> Any:
-    graphs = graphs_of(rank, policy="packed" if (what, rank) == ("policy", 1) else "single")
+    options = {"policy": "packed", "exact_only": True, "self_check": "quick"}
+    of_platform = {"name": "other", "allow_empty": False, "capabilities": frozenset()}
+    graphs = graphs_of(rank, {what: options[what]} if rank == 1 and what in options else {})
     if rank == 1 and what == "max_seqlen":
         capacities = graphs.adapter.capacities
         graphs.adapter.capacities = lambda settings: tuple(
             replace(c, sequences={n: replace(b, max_seqlen=12) for n, b in c.sequences.items()})
             for c in capacities(settings)
         )
-    if rank == 1 and what == "collectives":
-        info = graphs.platform.info
-        object.__setattr__(info, "capabilities", info.capabilities - {"collectives"})
+    if rank == 1 and what in of_platform:
+        object.__setattr__(graphs.platform.info, what, of_platform[what])
     graphs.capture()
 
 
