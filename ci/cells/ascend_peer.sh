@@ -19,8 +19,7 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch_npu", "vllm", "vllm_ascend"))))'; then
     "$venv/bin/pip" install -q -r ci/ascend_requirements.txt -r ci/vllm_requirements.txt
-    # torchvision is left out: its library does not load beside this torch, and nothing needs it.
-    grep -E '^(apache-tvm-ffi|llguidance|xgrammar)=' ci/vllm_requirements_bare.txt |
+    grep -E '^(apache-tvm-ffi|llguidance|torchvision|xgrammar)=' ci/vllm_requirements_bare.txt |
         "$venv/bin/pip" install -q --no-deps -r /dev/stdin vllm==0.26.0 vllm-ascend==0.26.0rc1
     find "$venv"/lib/python3*/site-packages/vllm "$venv"/lib/python3*/site-packages/vllm_ascend \
         -name '*.so' -delete
@@ -29,7 +28,7 @@ fi
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 simulator=$(cd "$venv" && pwd)/cann
 "$venv/bin/python" ci/ascend_simulator/make_stubs.py "$site" "$simulator"
-export LD_LIBRARY_PATH=$simulator OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
+export LD_LIBRARY_PATH=$simulator OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD:$PWD/ci/vllm_shim
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR} TORCHDYNAMO_DISABLE=1
 "$venv/bin/python" -m pytest -q tests/ascend_peer
 exec "$venv/bin/python" -m tests.ascend_peer.side_by_side "$@"

@@ -4,13 +4,15 @@
 
 Needs, in one environment, torch_npu over the simulated runtime (ci/ascend_simulator), vLLM's and
 vllm-ascend's Python files. ci/cells/ascend_peer.sh makes it. Each scenario runs in a process of its
-own; the tower, the requests and the CPU reference are the same for both.
+own; the tower, the requests and the CPU reference are the same for both. Exits with 1 where
+graphhal's column is not right.
 """
 
 import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from unittest.mock import MagicMock
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+import torchvision_schemas  # noqa: E402, F401  (ci/vllm_shim)
 from torch import nn  # noqa: E402
 from vllm.v1.worker import encoder_cudagraph_defs as defs  # noqa: E402
 from vllm_ascend.ops.mm_encoder_attention import AscendMMEncoderAttention  # noqa: E402
@@ -383,13 +386,16 @@ def main() -> None:
     names = ("vllm", "vllm_ascend", "torch", "torch_npu")
     found: dict[str, Any] = {"versions": {name: version(name) for name in names}, "scenarios": {}}
     print(found["versions"])
+    wrong = 0
     print("| scenario | vllm-ascend | graphhal |\n|---|---|---|")
     for scenario in SCENARIOS:
         peer, ours = (forked(lambda k=k, s=scenario: s(k)) for k in (Peer, Ours))
         found["scenarios"][scenario.__name__] = [scenario.__doc__, peer, ours]
         print(f"| {scenario.__doc__} | {peer} | {ours} |", flush=True)
+        wrong += not ours.endswith(("right", "as before"))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """graphhal inside vllm-ascend: on opt-in, at known hook points, with the towers that vLLM has."""
 
+import ast
 import gc
 import sys
 import types
+from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
+import vllm_ascend
 from vllm_ascend.worker.encoder_acl_graph import EncoderAclGraphManager
 
 from graphhal.self_check import Difference
@@ -43,7 +45,7 @@ def test_towers_of_vllm_are_served_as_they_compute_eagerly(opted_in: Any, name: 
     made = manager(opted_in, model)
     assert isinstance(made, EncoderGraphExecutor)
     made.capture(None)
-    assert made.stats()["dropped"] == []
+    assert not made.stats()["dropped"], made.stats()["dropped"][0][1]
     groups = [vllm_on_cpu.image_group(model, grids, seed) for seed, grids in enumerate(GRIDS * 3)]
     groups.append(vllm_on_cpu.video_group(model, [[2, 4, 8], [3, 4, 4]]))
     for group in map(on_device, groups):
@@ -53,6 +55,33 @@ def test_towers_of_vllm_are_served_as_they_compute_eagerly(opted_in: Any, name: 
             assert Difference.between(ours.cpu(), theirs.cpu()).relative_l2 < 1e-5
     assert made.stats()["graph_misses"] == 0
     made.clear()
+
+
+def test_the_omni_thinker_is_served_on_its_own_opt_in(engine: Any) -> None:
+    """vllm-ascend's manager cannot serve it: it lacks vLLM's protocol.
+
+    Pictures and films. The audio tower's own eager code, the reference, picks valid places by a
+    mask, and the simulator has no operator whose output's size depends on data.
+    """
+    options = {"vllm_models": ["qwen3_omni"], "self_check": "quick", "audio_chunks": "1-2"}
+    engine.additional_config = {"graphhal": options}
+    model = small("qwen3_omni", engine)
+    made = manager(engine, model)
+    assert isinstance(made, EncoderGraphExecutor)
+    made.capture(None)
+    for key, reason in made.stats()["dropped"]:
+        assert key.startswith("vllm_qwen3_omni_audio/")
+        assert "aclnnNonzeroV2" in reason
+    groups = [vllm_on_cpu.image_group(model, grids) for grids in GRIDS]
+    groups.append(vllm_on_cpu.video_group(model, [[2, 4, 8]]))
+    for group in map(on_device, groups):
+        outputs = made.execute(group)
+        assert outputs is not None
+        for ours, theirs in zip(outputs, model.embed_multimodal(**group), strict=True):
+            assert Difference.between(ours.cpu(), theirs.cpu()).relative_l2 < 1e-5
+    assert {"image", "video"} <= set(made.stats()["hits"])
+    made.clear()
+    engine.additional_config = {}
 
 
 @pytest.mark.parametrize(
@@ -104,15 +133,36 @@ def test_outside_graphhals_forwards_a_layer_does_what_it_did(opted_in: Any) -> N
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+class NPUWorker:
+    """Stands for vllm-ascend's, whose module imports CANN's Python packages and compilers."""
+
+    def determine_available_memory(self) -> int:
+        return 10**9
+
+
 @pytest.fixture
 def worker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vllm-ascend's worker class; CANN's own Python module and numba are not here."""
-    for name in ("acl", "acl.rt", "numba"):
-        monkeypatch.setitem(sys.modules, name, MagicMock())
-    from vllm_ascend.worker.worker import NPUWorker
+    module = types.ModuleType(plugin.ASCEND_WORKER)
+    module.NPUWorker = type("NPUWorker", (), dict(vars(NPUWorker)))
+    monkeypatch.setitem(sys.modules, plugin.ASCEND_WORKER, module)
+    return module.NPUWorker
 
-    monkeypatch.setattr(NPUWorker, "determine_available_memory", lambda self: 10**9)
-    return NPUWorker
+
+def test_the_real_worker_is_as_the_stand_in_says() -> None:
+    """Read, not imported."""
+    path = Path(vllm_ascend.__file__).parent / "worker" / "worker.py"
+    found = next(
+        function
+        for worker in ast.walk(ast.parse(path.read_text()))
+        if isinstance(worker, ast.ClassDef) and worker.name == "NPUWorker"
+        for function in worker.body
+        if isinstance(function, ast.FunctionDef) and function.name == "determine_available_memory"
+    )
+    assert ast.unparse(found.args) == "self"
+    body = ast.unparse(found)
+    assert "self.cache_config.kv_cache_memory_bytes" in body
+    assert "self.model_runner.profile_run()" in body
+    assert "self.device" in body
 
 
 def a_worker(config: Any, model: Any, explicit: int | None) -> Any:
@@ -147,7 +197,8 @@ def test_graphs_are_set_aside_before_the_kv_cache_unless_it_has_a_size(
     made = manager(opted_in, model)
     made.capture(None)
     needed = free - settled_free()
-    assert 0 < needed <= taken <= 2 * needed + 2**22
+    assert needed > 2**20
+    assert abs(needed - taken) < 2**14  # torch_npu keeps the word of an external event
     made.clear()
 
 

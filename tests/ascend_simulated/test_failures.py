@@ -1,10 +1,12 @@
 """A failure at every runtime call: the process serves on, eagerly where it must, and rightly."""
 
+import ctypes
 import os
 import random
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,9 +21,9 @@ from graphhal.errors import (
     ResourceExhaustedError,
     UnsupportedOperationError,
 )
-from graphhal.npu import acl_errors
+from graphhal.npu import acl_errors, plugin
 from graphhal.plan import GraphKey
-from graphhal.platform import CapturedGraph, CaptureRequest, Platform
+from graphhal.platform import CapturedGraph, CaptureRequest, Platform, Unavailable
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
 from tests.toy_encoder import images
@@ -285,6 +287,53 @@ def test_capture_turns_off_internal_formats_and_puts_the_setting_back(
     finally:
         torch.npu.config.allow_internal_format = False
         torch.npu.set_compile_mode(jit_compile=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("aclmdlRICaptureBegin:1:207005", ResourceExhaustedError),
+        ("aclrtCreateEventExWithFlag:1:207007", ResourceExhaustedError),
+        ("aclmdlRICaptureBegin:1:207008", ResourceExhaustedError),
+        ("aclmdlRICaptureEnd:1:107025", UnsupportedOperationError),
+        ("aclrtValueWait:1:107033", CaptureError),
+        ("aclrtSynchronizeStreamWithTimeout:1:507011", CaptureError),
+    ],
+)
+def test_codes_of_the_runtime_become_typed_errors(
+    platform: Platform, device: torch.device, fault: str, kind: type[CaptureError]
+) -> None:
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        if torch.npu.is_current_stream_capturing():
+            torch.npu.ExternalEvent().wait(torch.npu.current_stream())
+        out.copy_(x)
+
+    request = a_request(device, forward)
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    simulator.arm(fault)
+    with pytest.raises(CaptureError) as caught:
+        platform.capture(request)
+    simulator.arm()
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith("direct/")
+    platform.release([platform.capture(a_request(device, lambda x, out: out.copy_(x)))])
+
+
+def test_probe_refuses_310_series_and_a_runtime_without_value_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.npu, "get_device_name", lambda index: "Ascend310P3")
+        found = plugin.graphhal_probe()
+    assert isinstance(found, Unavailable)
+    assert found.reason.startswith("Ascend310P3: ")
+    old = types.SimpleNamespace(aclrtValueWrite=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ctypes, "CDLL", lambda name: old)
+        found = plugin.graphhal_probe()
+    assert isinstance(found, Unavailable)
+    assert "lacks aclrtValueWait" in found.reason
 
 
 def test_a_hanging_device_is_given_up_after_a_bounded_wait(

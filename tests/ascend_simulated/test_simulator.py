@@ -22,7 +22,7 @@ INDEX = torch.tensor([3, 0, 0, 2])
 OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "add": lambda x, y, i: x + y * 2,
     "add scalar": lambda x, y, i: 3 + x,
-    "subtract": lambda x, y, i: 1 - x - y,
+    "subtract": lambda x, y, i: 1 - x - y - (x - 2) * 3,
     "multiply, divide": lambda x, y, i: x * y / (y + 1),
     "floor divide, remainder": lambda x, y, i: (i * 7) // 2 + (i * 7) % 3,
     "in place": lambda x, y, i: x.clone().add_(y).mul_(y).sub_(y).div_(y).add_(1).mul_(3).div_(2),
@@ -30,7 +30,7 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "in place, bounds": lambda x, y, i: x.clone().clamp_min_(y * 0.1),
     "filling": lambda x, y, i: torch.ones_like(x) + torch.zeros_like(x) + x.clone().fill_(y[0, 0]),
     "ones": lambda x, y, i: torch.ones(3, device=x.device) + torch.zeros(3, device=x.device),
-    "signs": lambda x, y, i: -x + x.floor() + x.round() + x.flip(0) / 3,
+    "signs": lambda x, y, i: -x + x.floor() + x.ceil() * 2 + x.round() + x.flip(0) / 3,
     "minima": lambda x, y, i: torch.minimum(x, y) + x.min(),
     "more comparison": lambda x, y, i: (
         (x != y).float() + (x < y).float() + (x > y).float() + (x <= y).float() + (x <= 0).float()
