@@ -155,4 +155,5 @@ class Arena:
 
 def host_block(num_bytes: int, device: torch.device) -> torch.Tensor:
     """A uint8 host tensor for one packed copy; pinned where the device is not the host."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    # Named: a host's default device (`torch.set_default_device`) would take it.
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
