@@ -10,7 +10,7 @@ import torch
 from graphhal.adapter import EncoderAdapter
 from graphhal.arena import Layout, host_block
 from graphhal.boundaries import Boundaries
-from graphhal.errors import AdapterError, CaptureError, GraphhalError, ReplayError
+from graphhal.errors import AdapterError, CaptureError, ReplayError
 from graphhal.graph_set import Entry
 from graphhal.items import ItemSpec
 from graphhal.outputs import as_levels, runs, write_levels
@@ -115,7 +115,8 @@ class Execution:
             (output[source : source + length], target, target + length)
             for source, target, length in runs(items, starts)
         )
-        whole = copies[0][0] if copies[0][2] - copies[0][1] == starts[-1] else None
+        one = bool(copies) and copies[0][2] - copies[0][1] == starts[-1]
+        whole = copies[0][0] if one else None
         stage = self._adapter.stager(items, entry.graph.request.inputs)
         return PreparedReplay(entry, items, stage, update, copies, whole, label, rows)
 
@@ -162,7 +163,7 @@ class Execution:
                     if not self._update_first:
                         self._update(graph, step.update)
                     self._copy_out(step, group, scope)
-        except (GraphhalError, torch.OutOfMemoryError):
+        except (ReplayError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if error is staging:

@@ -73,7 +73,9 @@ class GroupPlans:
         Raises:
             AdapterError: the specs describe no group that could be served.
         """
-        key = tuple([(i.modality, i.signature, i.frames, i.row_offset) for i in items])
+        key = tuple(
+            [(i.modality, i.signature, i.frames, i.row_offset, i.rows, i.tokens) for i in items]
+        )
         plan = self._kept.get(key)
         if plan is not None:
             if all(self._adapter.refusal(part) == said for part, said in plan.refusals):
@@ -114,17 +116,23 @@ def _check(adapter: EncoderAdapter, items: tuple[ItemSpec, ...]) -> None:
     """Refuse specs that no plan could hold.
 
     Raises:
-        AdapterError: out of order, or without rows, tokens or attention sequences.
+        AdapterError: out of order, a later part of an item, or without rows, tokens or attention
+            sequences.
     """
     if any(item.index != position for position, item in enumerate(items)):
         raise AdapterError(f"{adapter.name}: item_specs must come in request order")
     sets: dict[str, set[str]] = {}
     for item in items:
-        sequences = item.sequences.values()
-        if min(item.rows, item.tokens, *map(len, sequences), *chain(*sequences)) < 1:
+        if item.token_offset:
             raise AdapterError(
-                f"{adapter.name}: item {item.index} needs a row, a token, and sequences of a row "
-                f"or more, got {item}"
+                f"{adapter.name}: item {item.index} is a later part of an item; pass whole ones"
+            )
+        sequences = item.sequences.values()
+        counts = (item.rows, item.tokens + 1, *map(len, sequences), *chain(*sequences))
+        if min(counts) < 1:
+            raise AdapterError(
+                f"{adapter.name}: item {item.index} needs a row, no tokens below 0, and "
+                f"sequences of a row or more, got {item}"
             )
         known = sets.setdefault(adapter.path(item), set(item.sequences))
         if known != set(item.sequences):

@@ -17,7 +17,8 @@ class ItemSpec:
         tokens: output rows that the encoder makes for it.
         sequences: per boundary set, the lengths of its attention sequences in order; the set is
             named like the `cu_seqlens` buffer that carries it.
-        signature: hashable; items of equal signature and frames need equal host metadata.
+        signature: hashable; items of equal signature, frames, rows and tokens have equal host
+            metadata and attention sequences.
         row_offset: first row of this item in the request's concatenated input.
         token_offset: first of the item's own output tokens that this spec covers (frame chunks).
         frames: equal parts, one after another, whose attention sequences are independent.

@@ -175,7 +175,8 @@ class MemoryProfile:
 
     def kept_within(self, limit: int | None, arenas: int) -> "MemoryProfile":
         """The profile with arenas of `arenas` bytes counted in, and the graphs that capture would
-        drop beyond `limit` bytes, in their order, left out."""
+        drop beyond `limit` bytes, in their order, left out. Where some are, what the others take
+        is not known, but at most the limit."""
         beside = arenas + self.settled_bytes - sum(self.per_graph.values())
         kept: dict[GraphKey, int] = {}
         total = beside
@@ -183,6 +184,9 @@ class MemoryProfile:
             if limit is None or total + num_bytes <= limit:
                 kept[key] = num_bytes
                 total += num_bytes
+        if limit is not None and len(kept) < len(self.per_graph):
+            # Graphs share a pool: the ones kept may need what a dropped one would have brought.
+            total = min(limit, arenas + self.settled_bytes)
         return MemoryProfile(total, self.transient_bytes, kept)
 
 

@@ -128,7 +128,7 @@ def check(
 
 
 def _case_key(items: Sequence[ItemSpec]) -> Hashable:
-    return tuple((item.modality, item.signature, item.frames) for item in items)
+    return tuple((i.modality, i.signature, i.frames, i.rows, i.tokens) for i in items)
 
 
 def _compare(
