@@ -275,7 +275,7 @@ class GraphSet:
         try:
             if self.arena is None:
                 self.arena = self._allocate(planned, output)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; a host's allocator has none
             return ResourceExhaustedError(f"out of memory for its inputs and outputs: {error}")
         return None
 
