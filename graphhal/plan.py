@@ -281,7 +281,9 @@ class Planner:
     def _most_frames(
         self, ladder: Sequence[Capacity], batch: Sequence[ItemSpec], item: ItemSpec, first: int
     ) -> int:
-        low, high = 0, item.frames - first
+        # A frame makes a token or more, so no more of them fit than a graph has tokens.
+        low = 0
+        high = min(item.frames - first, max((c.tokens for c in ladder), default=0))
         while low < high:
             middle = (low + high + 1) // 2
             fits = self._smallest(ladder, (*batch, item.chunk(first, middle)))

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from math import isfinite
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -96,7 +97,10 @@ def _parse_bytes(value: Any) -> Any:
         raise ValueError("that is neither bytes nor a fraction")
     if not match[2] and "." in match[1]:
         return float(match[1])
-    return int(float(match[1]) * _UNITS[match[2]])
+    number = float(match[1]) * _UNITS[match[2]]
+    if not isfinite(number):
+        raise ValueError("that is more than there are bytes")
+    return int(number)
 
 
 _NAMES = "names, separated by commas, or a JSON list"

@@ -16,6 +16,7 @@ from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, Eager, GraphKey, Planner
 
 Positive = Annotated[int, Field(gt=0, le=10**9)]
+Frames = Annotated[int, Field(gt=0, le=10**5)]
 LARGEST_TRACE_BYTES = 64 * 2**20
 
 
@@ -32,7 +33,7 @@ class TraceItem(BaseModel):
 
     modality: str
     tokens: Positive
-    frames: Positive = 1
+    frames: Frames = 1
 
     @model_validator(mode="after")
     def _whole_frames(self) -> "TraceItem":
