@@ -88,7 +88,8 @@ class EncoderAdapter(ABC):
         """Copy the items' data into the unpacked static inputs, padding tail included (zeros).
 
         Raises:
-            RefusedError: the data cannot be replayed, for a reason that sizes do not tell.
+            RefusedError: the data cannot be replayed, for a reason that sizes do not tell; then
+                override `eager_inputs`, which stages too.
         """
 
     @abstractmethod

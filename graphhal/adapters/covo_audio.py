@@ -150,6 +150,10 @@ class CovoAudio(EncoderAdapter):
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
         """Clips in order; a token count outside 0..tokens_per_clip is refused."""
         features = mm_kwargs.get(FEATURES)
+        if isinstance(features, torch.Tensor) and features.dim() == 0:
+            self._check_features(features, 1, 0)
+        if not isinstance(features, torch.Tensor | Sequence | None):
+            raise InputError(f"{FEATURES} must be tensors, got {type(features).__name__}")
         if features is None or len(features) == 0:
             raise InputError(f"the group is empty; pass {FEATURES} with {COUNTS}")
         counts = mm_kwargs.get(COUNTS)

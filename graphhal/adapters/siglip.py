@@ -46,7 +46,7 @@ class Siglip(EncoderAdapter):
         pixels = mm_kwargs.get(PIXELS)
         if not isinstance(pixels, torch.Tensor) or not pixels.dtype.is_floating_point:
             raise InputError(f"{PIXELS} must be one floating-point tensor of normalised images")
-        if len(pixels) == 0 or tuple(pixels.shape[1:]) != self.image:
+        if pixels.dim() == 0 or len(pixels) == 0 or tuple(pixels.shape[1:]) != self.image:
             shape = tuple(pixels.shape)
             raise InputError(f"{PIXELS} must be images of {self.image}, got {shape}; resize them")
         return self._specs(len(pixels))

@@ -81,7 +81,8 @@ def write_report(
         pictures: the pictures that were encoded; thumbnails are shown.
         clips: the clips that were encoded; waveforms are shown.
     """
-    path.write_text(render(machine, results, pictures, clips), encoding="utf-8")
+    text = render(machine, results, pictures, clips)
+    path.write_text(text, encoding="utf-8", errors="replace")  # a file's name may be no text
 
 
 def render(

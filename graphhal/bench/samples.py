@@ -85,8 +85,9 @@ def clip_inputs(files: Sequence[Path], scratch: Path) -> list[BenchInput]:
 
 
 def _name(path: Path) -> str:
-    """The file's name, short enough for a table."""
-    return path.stem if len(path.stem) <= LABEL_LENGTH else path.stem[: LABEL_LENGTH - 1] + "…"
+    """The file's name, short enough for a table; bytes of it that are no text become `?`."""
+    name = path.stem.encode(errors="replace").decode()
+    return name if len(name) <= LABEL_LENGTH else name[: LABEL_LENGTH - 1] + "…"
 
 
 def _groups(what: str, copies: Sequence[Path], files: Sequence[Path]) -> list[BenchInput]:
