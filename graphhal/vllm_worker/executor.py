@@ -24,13 +24,22 @@ from graphhal.vllm_worker import compatibility, memory, touched, towers
 from graphhal.vllm_worker.limits import merged, most_tokens
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
-from graphhal.vllm_worker.refusals import engine_refusal, request_refusal
+from graphhal.vllm_worker.refusals import KNOWN_MODALITIES, engine_refusal, request_refusal
 from graphhal.vllm_worker.towers import Encoder
 
 log = logging.getLogger(__name__)
 
 AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features")
 """Keys that carry sound; films may have others with `audio` in their names."""
+
+MARKS = (
+    ("video", "video"),
+    ("image", "image"),
+    ("pixel", "image"),
+    ("audio", "audio"),
+    ("input_features", "audio"),
+)
+"""What keys of a group tell its modality, where no adapter looked at it."""
 
 _alive: "weakref.WeakSet[EncoderGraphExecutor]" = weakref.WeakSet()
 _said: set[str] = set()
@@ -205,11 +214,14 @@ class EncoderGraphExecutor:
                 log.warning("graphhal: %s runs eagerly: %s", encoder.name, error)
 
     def supports_modality(self, modality: str) -> bool:
-        """Whether a group of this modality may be given to `execute`."""
+        """Whether a group of this modality may be given to `execute`; where nothing may be
+        replayed all of them, so that the misses are counted."""
+        if self.refusal is not None:
+            return modality in KNOWN_MODALITIES
         return any(modality in served.encoder.modalities for served in self._served)
 
     def is_captured(self) -> bool:
-        """Whether graphs are there to replay."""
+        """Whether `execute` is to be asked: `capture` was called."""
         return self._captured
 
     def get_num_graphs_to_capture(self) -> int:
@@ -223,6 +235,7 @@ class EncoderGraphExecutor:
             graph_pool: vLLM's; not used, since graphs of one encoder share a pool of their own.
         """
         if not self._served:
+            self._captured = self.refusal is not None
             return
         with _vllm_context(self._vllm_config), memory.collecting():
             if memory.is_profiling():
@@ -242,7 +255,7 @@ class EncoderGraphExecutor:
             InputError: an item is wrong, and the model's own code would not say so.
         """
         self._reporter.touch()
-        refusal = request_refusal(mm_kwargs)
+        refusal = self.refusal or request_refusal(mm_kwargs)
         served = None if refusal is not None else self._find(mm_kwargs)
         if served is None:
             self._count(mm_kwargs, refusal or "no encoder takes these inputs")
@@ -266,14 +279,8 @@ class EncoderGraphExecutor:
         return None
 
     def _count(self, mm_kwargs: Mapping[str, Any], reason: str) -> None:
-        modality = next(
-            (
-                name
-                for name in ("image", "video", "audio")
-                if any(key.startswith((name, f"{name}s", f"input_{name}")) for key in mm_kwargs)
-            ),
-            "unknown",
-        )
+        names = " ".join(name for name, value in mm_kwargs.items() if value is not None)
+        modality = next((kind for mark, kind in MARKS if mark in names), "unknown")
         key = (modality, reason)
         self._misses[key] = self._misses.get(key, 0) + _count_items(mm_kwargs)
 

@@ -195,3 +195,36 @@ print(max(levels, default=0) <= logging.DEBUG)
     lines = python(code).strip().splitlines()
     assert lines[-4] == "True False vllm.v1.worker.encoder_cudagraph"
     assert lines[-3:] == ["0", "[]", "True"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("first", ["runner", "model"])
+def test_an_opted_in_model_gains_the_protocol_whatever_is_imported_first(first: str) -> None:
+    """V2 imports its runner, V1 may import the model first; the entry point finds both."""
+    code = (
+        PRELUDE
+        + """
+from graphhal.vllm_worker import plugin
+plugin.register()
+import types
+class Worker:
+    def __init__(self):
+        on = types.SimpleNamespace(cudagraph_mm_encoder=True)
+        self.vllm_config = types.SimpleNamespace(
+            compilation_config=on, additional_config={"graphhal": {"vllm_models": "qwen3_omni"}}
+        )
+    def runner(self):
+        import vllm.v1.worker.gpu.model_states.interface
+    def model(self):
+        import vllm.model_executor.models.qwen3_omni_moe_thinker
+worker = Worker()
+for step in ORDER:
+    getattr(worker, step)()
+from vllm.model_executor.models import interfaces, qwen3_omni_moe_thinker as thinker
+import vllm.v1.worker.encoder_cudagraph as graphs
+model = object.__new__(thinker.Qwen3OmniMoeThinkerForConditionalGeneration)
+print(interfaces.supports_encoder_cudagraph(model),
+    "__new__" in vars(graphs.EncoderCudaGraphManager))
+""".replace("ORDER", repr(["runner", "model"] if first == "runner" else ["model", "runner"]))
+    )
+    assert python(code).strip().splitlines()[-1] == "True True"

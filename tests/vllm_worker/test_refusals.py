@@ -1,0 +1,86 @@
+"""What must never be replayed, through vLLM's real classes: eager, right, and counted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+
+def tower_lora(engine: Any, model: Any) -> None:
+    from vllm.config import LoRAConfig
+
+    engine.lora_config = LoRAConfig(max_lora_rank=16, enable_tower_connector_lora=True)
+
+
+def pruning(engine: Any, model: Any) -> None:
+    model.is_multimodal_pruning_enabled = True
+
+
+def dynamic_fp8(engine: Any, model: Any) -> None:
+    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+
+    layer = next(part for part in model.modules() if isinstance(part, MMEncoderAttention))
+    assert layer._fp8_dynamic_scale is False
+    layer._fp8_dynamic_scale = True
+
+
+def eager_enforced(engine: Any, model: Any) -> None:
+    engine.model_config.enforce_eager = True
+
+
+def later_stage(engine: Any, model: Any) -> None:
+    from vllm.distributed import parallel_state
+
+    parallel_state.get_pp_group().ranks = [-1, *parallel_state.get_pp_group().ranks]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (tower_lora, "LoRA is enabled for towers"),
+        (pruning, "multimodal pruning is enabled"),
+        (dynamic_fp8, "dynamic scales"),
+        (eager_enforced, "enforce_eager is on"),
+        (later_stage, "only the first pipeline rank encodes"),
+    ],
+)
+def test_refused_engines_run_eagerly_and_count_why(
+    engine: Any, change: Callable[[Any, Any], None], said: str
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    change(engine, model)
+    manager = on_cpu.make_manager(engine, model)
+    assert said in manager.refusal
+    manager.capture(graph_pool=None)
+    assert manager.get_num_graphs_to_capture() == 0
+    groups = [("image", on_cpu.image_group(model, [[1, 8, 8], [1, 4, 4]]))]
+    eager = on_cpu.run_v2(model, None, groups)
+    ours = on_cpu.run_v2(model, manager, groups)
+    assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
+    assert manager.stats()["misses"] == {"image": {manager.refusal: 2}}
+
+
+@pytest.mark.parametrize(
+    ("group", "modality"),
+    [
+        ({"pixel_values": 1}, "image"),
+        ({"pixel_values_videos": 1, "image_embeds": None}, "video"),
+        ({"input_audio_features": 1}, "audio"),
+        ({"input_features": 1}, "audio"),
+        ({"something": 1}, "unknown"),
+    ],
+)
+def test_keys_tell_the_modality_of_a_miss(
+    engine: Any, group: dict[str, Any], modality: str
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    engine.model_config.enforce_eager = True
+    manager = on_cpu.make_manager(engine, on_cpu.qwen3_vl(engine))
+    assert manager.execute(group) is None
+    assert list(manager.stats()["misses"]) == [modality]
