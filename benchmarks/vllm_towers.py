@@ -435,8 +435,8 @@ def described(contestants: list[Contestant], result: dict[str, Any]) -> list[str
         )
         result[each.name] = {
             "mib": each.mib, "allocator_mib": each.allocator_mib, "seconds": each.seconds,
-            "graphs": stats.get("num_budgets", 0), "dropped": dropped, "non_finite": each.non_finite,
-            "reported_bytes": stats.get("graph_bytes"),
+            "graphs": stats.get("num_budgets", 0), "dropped": dropped,
+            "non_finite": each.non_finite, "reported_bytes": stats.get("graph_bytes"),
         }  # fmt: skip
         if dropped:
             lines.append(f"  dropped: {dropped[:3]}")
