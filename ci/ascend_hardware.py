@@ -1,6 +1,6 @@
 """Platform npu on an Ascend chip: equality, back-to-back replays, memory pressure, times.
 
-python ci/ascend_hardware.py [--tower NAME ...] [--groups N] [--json FILE]
+python ci/ascend_hardware.py [--tower NAME ...] [--groups N] [--replays N] [--json FILE]
 
 Needs graphhal's test extra and a usable platform npu. Exits with 1 if anything disagrees.
 """
@@ -14,12 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+# This folder has modules with the names of packages.
+sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path).resolve() != ROOT / "ci")]
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch  # noqa: E402
 
-from graphhal.discovery import open_platform
-from tests.ascend_simulated.encoders import (
+from graphhal.discovery import open_platform  # noqa: E402
+from tests.ascend_simulated.encoders import (  # noqa: E402
     Twins,
     assert_equal,
     in_bfloat16,
@@ -43,7 +45,7 @@ def milliseconds(action: Any, rounds: int = 20) -> float:
     return statistics.median(times)
 
 
-def check(tower: Twins, groups: int) -> dict[str, Any]:
+def check(tower: Twins, groups: int, replays: int) -> dict[str, Any]:
     """Everything about one tower, as plain data; raises AssertionError where it disagrees."""
     report = tower.graphs.capture()
     found: dict[str, Any] = {
@@ -59,7 +61,7 @@ def check(tower: Twins, groups: int) -> dict[str, Any]:
     for request, reference in zip(requests, expected, strict=True):
         assert_equal(tower.graphs.run(request), reference, torch.bfloat16)
     found["equal"] = groups
-    kept = [tower.graphs.run(requests[number % groups]) for number in range(500)]
+    kept = [tower.graphs.run(requests[number % groups]) for number in range(replays)]
     pressure = [torch.full((2**20,), 7.0, device="npu") for _ in range(64)]
     for number, outputs in enumerate(kept):
         assert_equal(outputs, expected[number % groups], torch.bfloat16)
@@ -77,6 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tower", action="append", choices=TOWERS)
     parser.add_argument("--groups", type=int, default=200)
+    parser.add_argument("--replays", type=int, default=500, help="in a row")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     platform = open_platform("npu")
@@ -84,7 +87,9 @@ def main() -> int:
     failed = False
     for name in options.tower or TOWERS:
         try:
-            results["towers"][name] = check(twins(name, platform, torch.bfloat16), options.groups)
+            results["towers"][name] = check(
+                twins(name, platform, torch.bfloat16), options.groups, options.replays
+            )
         except AssertionError as error:
             failed = True
             results["towers"][name] = {"disagrees": str(error)}

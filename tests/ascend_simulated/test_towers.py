@@ -1,10 +1,14 @@
 """Every tower, graph against CPU: random groups, interleaved towers, retained outputs."""
 
 import ctypes
+import json
 import os
 import random
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,3 +288,20 @@ def test_a_graphs_memory_does_not_grow_with_its_layers(
     few = bytes_with(2)
     assert few > 0
     assert bytes_with(8) <= 1.5 * few
+
+
+@pytest.mark.timeout(300)
+def test_the_hardware_script_runs_here(tmp_path: Path) -> None:
+    """Nobody has run it on a chip; that it starts and finds agreement is known at least."""
+    script = Path(__file__).parents[2] / "ci" / "ascend_hardware.py"
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, "--tower", "qwen3_omni_audio", "--groups", "3",
+         "--replays", "20", "--json", report],
+        capture_output=True, text=True, timeout=290, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(report.read_text())["towers"]["qwen3_omni_audio"]
+    assert found["graphs"] == found["asked_for"] == 3
+    assert found["equal"] == 3
+    assert found["back_to_back"] == 20
