@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from graphhal.adapter import EncoderAdapter
-from graphhal.adapters.covo_audio import CovoStage
 from graphhal.adapters.plugin import graphhal_adapters
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
@@ -50,6 +49,8 @@ def twins(
     settings = Settings(**{**SETTINGS, **options})
     if name == "toy":
         return toy_twins(platform, settings, paths=("image", "video"), dtype=dtype)
+    from graphhal.adapters.covo_audio import CovoStage  # imports transformers, which takes seconds
+
     factory = next(f for f in graphhal_adapters() if f.name == name)
     reference = factory.build("tiny", torch.device("cpu"), dtype)
     modules = list(reference.modules())
