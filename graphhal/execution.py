@@ -63,6 +63,13 @@ class _PlainScope:
 _NOTHING = nullcontext()
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A graph computes in the dtypes of its capture, so an eager call must not follow autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
+
+
 def _without_gradients() -> AbstractContextManager[None]:
     """No gradients are recorded; a server has switched them off already, and pays nothing here."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
@@ -223,7 +230,11 @@ class Execution:
         entered = self._platform.step(kind, None, inputs, update.boundaries)
         if entered is None:
             self._outer.append(update)  # the outer graph copies from this block at every replay
-        with entered or nullcontext(_PlainScope(adapter.device)) as scope, torch.no_grad():
+        with (
+            entered or nullcontext(_PlainScope(adapter.device)) as scope,
+            torch.no_grad(),
+            without_autocast(adapter.device),
+        ):
             packed = update.block.to(adapter.device, non_blocking=True, copy=True)
             inputs.update(layout.packed_views(packed))
             inputs.update(adapter.eager_inputs(mm_kwargs, items))

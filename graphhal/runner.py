@@ -19,7 +19,13 @@ from graphhal.errors import (
     ReplayError,
     SettingsError,
 )
-from graphhal.execution import Execution, GroupOutput, OuterCaptureError, PreparedReplay
+from graphhal.execution import (
+    Execution,
+    GroupOutput,
+    OuterCaptureError,
+    PreparedReplay,
+    without_autocast,
+)
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
 from graphhal.group_plans import GroupPlan, GroupPlans
 from graphhal.items import ItemSpec
@@ -35,10 +41,10 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    """For what makes static buffers: born in a host's inference mode, they could not be staged
-    outside of it."""
-    with torch.inference_mode(False), torch.no_grad():
+def _start_up_mode(device: torch.device) -> Iterator[None]:
+    """For what makes static buffers and graphs, whatever mode the host is in: buffers born in
+    inference mode could not be staged outside of it, and a graph keeps autocast's dtypes."""
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
         yield
 
 
@@ -53,7 +59,8 @@ class EncoderGraphs:
             capture alike and take the same decision for every group. By default this one alone.
 
     Every tensor that `run` returns belongs to the caller; no later replay overwrites it. The items
-    of a request are views of one tensor, as they are after an eager call. Safe to call from
+    of a request are views of one tensor, as they are after an eager call. A caller's autocast does
+    not apply: graphs have the dtypes of their capture, and eager calls the same. Safe to call from
     several threads, one request at a time.
 
     Raises:
@@ -119,7 +126,7 @@ class EncoderGraphs:
             if not ladder:
                 return self.report
             try:
-                with _no_inference_mode():
+                with _start_up_mode(self.adapter.device):
                     self._capture(ladder, progress)
             except BaseException:
                 self.clear()  # half a ladder, unchecked, must not serve
@@ -209,7 +216,7 @@ class EncoderGraphs:
     def profile_memory(self) -> MemoryProfile:
         """What capturing the ladder would take, measured, arenas included, graphs beyond
         `memory_limit` left out; nothing is kept."""
-        with self._lock, _no_inference_mode():
+        with self._lock, _start_up_mode(self.adapter.device):
             ladder = self.ladder()
             if not ladder:
                 return MemoryProfile(0, 0)

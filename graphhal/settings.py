@@ -59,6 +59,8 @@ def _split_names(value: Any) -> Any:
     if isinstance(value, str):
         value = value.strip()
         value = json.loads(value) if value.startswith("[") else value.split(",")
+    if isinstance(value, list) and any(isinstance(each, bool) for each in value):
+        raise ValueError("true and false are no value of this option")
     if isinstance(value, list | tuple | set | frozenset):
         stripped = [v.strip() if isinstance(v, str) else v for v in value]
         return tuple(v for v in stripped if v != "")
@@ -190,10 +192,16 @@ class Settings(BaseSettings):
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """`true` would count as 1 where a number is meant; text is stripped."""
         wants_truth = cls.model_fields[str(info.field_name)].annotation is bool
-        values = value if isinstance(value, list | tuple) else [value]
+        values = value if isinstance(value, list | tuple | set | frozenset) else [value]
         if not wants_truth and any(isinstance(each, bool) for each in values):
             raise ValueError("true and false are no value of this option")
         return value.strip() if isinstance(value, str) else value
+
+    @field_validator("token_budgets", mode="before")
+    @classmethod
+    def _blank_is_no_list(cls, value: Any) -> Any:
+        """A variable that was set to nothing asks for the default, not for no graph at all."""
+        return None if isinstance(value, str) and not value.strip() else value
 
     @field_validator("platform")
     @classmethod

@@ -2,15 +2,40 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import count
 from time import monotonic
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 WINDOW = 16
 """Tensors checked on every request; a full-size tower has some 350, which take 25 µs or more."""
 FULL_CHECK_SECONDS = 0.1
 """A request later than this after the last full check makes one: idle servers check every time."""
+
+
+_registrations = count(1)
+_registered = 0
+
+
+def _note(*_: object) -> None:
+    """A module of this process got a parameter, buffer or submodule."""
+    global _registered
+    _registered = next(_registrations)
+
+
+@cache
+def _watch_registrations() -> None:
+    """Let PyTorch tell of every registration; once, and only where graphs are captured."""
+    register_module_parameter_registration_hook(_note)
+    register_module_buffer_registration_hook(_note)
+    register_module_module_registration_hook(_note)
 
 
 _GET: Callable[[Mapping[str, Any], str], Any] = dict.get  # type: ignore[assignment]
@@ -21,7 +46,9 @@ class WeightWatch:
     """The parameters, buffers and submodules of modules, as they were when graphs were captured.
 
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
-    (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does.
+    (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does. A
+    replacement is noticed by the next request, because PyTorch tells of it; other storage under a
+    few of many tensors may take `FULL_CHECK_SECONDS`.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -34,16 +61,24 @@ class WeightWatch:
                             places[id(table), name] = (table, name, held)
         self._windows = [_Window(part) for part in _windows(places.values())]
         self._next = 0
+        _watch_registrations()
+        self._registered = _registered
         self._checked_at = monotonic()
 
     def moved(self) -> bool:
         """Whether any tensor was replaced, or its memory moved. Host work only, no device read."""
+        self._registered = _registered
         self._checked_at = monotonic()
         return any(window.moved() for window in self._windows)
 
     def moved_lately(self) -> bool:
-        """As `moved`, cheap enough for every request: a window in turn, all of them when idle."""
-        if len(self._windows) > 1 and monotonic() - self._checked_at < FULL_CHECK_SECONDS:
+        """As `moved`, cheap enough for every request: a window in turn, all of them when idle and
+        where any module was given something new."""
+        if (
+            len(self._windows) > 1
+            and self._registered == _registered
+            and monotonic() - self._checked_at < FULL_CHECK_SECONDS
+        ):
             self._next = (self._next + 1) % len(self._windows)
             return self._windows[self._next].moved()
         return self.moved()

@@ -134,6 +134,22 @@ def test_outputs_are_the_callers_where_a_step_allocates_as_usual():
     assert graphs.stats()["misses"] == {}
 
 
+@pytest.mark.parametrize("where", ["capture", "requests"])
+def test_a_hosts_autocast_changes_nothing(where):
+    platform = open_by_name("cpu")  # the plain one computes anew at every replay
+    adapter = ToyEncoder()
+    expected = EncoderGraphs(adapter, platform).run(images(3, 4))
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "capture"):
+        graphs = serve(platform, adapter)
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "requests"):
+        for asked in (images(3, 4), images(17)):
+            outputs = graphs.run(asked)
+            assert {output.dtype for output in outputs} == {torch.float32}
+            assert_equals_eager(graphs, asked, outputs)
+        torch.testing.assert_close(graphs.run(images(3, 4)), expected)
+    assert graphs.stats()["hits"] == {"image": 4}
+
+
 def test_strided_pixels_and_pixels_with_gradients_are_taken(platform):
     graphs = serve(platform)
     asked = images(3, 4)

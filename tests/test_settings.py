@@ -137,6 +137,16 @@ def test_values_of_another_kind_are_refused(option, value):
         Settings.from_mapping({option: value})
 
 
+def test_truth_in_text_is_no_number():
+    with pytest.raises(SettingsError, match=r"^option 'token_budgets'"):
+        Settings(token_budgets="[true, 8]")
+
+
+def test_a_blank_variable_asks_for_the_default_ladder(monkeypatch):
+    monkeypatch.setenv("GRAPHHAL_TOKEN_BUDGETS", " ")
+    assert Settings().token_budgets is None
+
+
 def test_none_is_the_default_where_the_default_is_none():
     made = Settings.from_mapping(
         dict.fromkeys(("platform", "plugins", "token_budgets", "memory_limit", "tolerance"))

@@ -171,3 +171,44 @@ def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
     assert not watch.moved_lately()
     clock[0] += weights.FULL_CHECK_SECONDS
     assert watch.moved_lately()
+
+
+def many() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4 * WINDOW)))
+
+
+def replace_last_parameter(made: nn.Sequential) -> None:
+    made[-1].weight = nn.Parameter(made[-1].weight.detach().clone())
+
+
+def replace_last_module(made: nn.Sequential) -> None:
+    made[-1] = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("replace", [replace_last_parameter, replace_last_module])
+@pytest.mark.parametrize("turn", range(9))
+def test_one_replacement_among_many_is_noticed_at_once(replace, turn):
+    made = many()
+    watch = WeightWatch([made])
+    for _ in range(turn):
+        assert not watch.moved_lately()
+    replace(made)
+    assert watch.moved_lately()
+
+
+def test_what_other_modules_register_is_looked_at_once_and_moves_nothing(monkeypatch):
+    made = many()
+    watch = WeightWatch([made])
+    nn.Linear(2, 2)
+    full = []
+    monkeypatch.setattr(watch, "moved", lambda: full.append(True) or WeightWatch.moved(watch))
+    for _ in range(5):
+        assert not watch.moved_lately()
+    assert len(full) == 1
+
+
+def test_other_storage_of_one_among_many_is_noticed_in_turn():
+    made = many()
+    watch = WeightWatch([made])
+    made[-1].weight.data = made[-1].weight.data.clone()
+    assert any(watch.moved_lately() for _ in range(8))
