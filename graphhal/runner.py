@@ -267,6 +267,9 @@ class EncoderGraphs:
                 output = self._first_output(ladder)
             except CaptureError as error:
                 problem = str(error)
+            except Exception as error:
+                log.debug("%s: first output failed", self.adapter.name, exc_info=True)
+                problem = f"an eager example failed: {type(error).__name__}: {error}"
             problem = self.peers.first_problem("first output", problem)
         if output is None or problem is not None:
             reason = str(problem)
@@ -438,8 +441,9 @@ class EncoderGraphs:
         """Time what is left; without costs, the plan replays whatever fits."""
         try:
             costs = cost.measure(self.adapter, self._execution, self._graphs)
-        except (ReplayError, OuterCaptureError) as error:
+        except Exception as error:
             log.warning("%s: costs could not be measured: %r", self.adapter.name, error)
+            log.debug("", exc_info=True)
             costs = CostTable()
         self._costs = self.peers.exchange("measured costs", costs)[0]
         self._execution.forget()

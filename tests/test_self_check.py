@@ -328,3 +328,65 @@ def test_tokens_near_zero_do_not_raise_an_alarm():
     ours[2] = 1e-9
     assert not Difference.between(ours, eager).exceeds(1e-5)
     assert not Difference.between(torch.zeros(2, 2), torch.zeros(2, 2)).exceeds(1e-9)
+
+
+def test_outputs_are_compared_part_by_part_as_they_are_whole(monkeypatch):
+    generator = torch.Generator().manual_seed(5)
+    eager = torch.randn(37, 8, generator=generator)
+    graph = eager + 1e-3 * torch.randn(37, 8, generator=generator)
+    whole = Difference.between(graph, eager)
+    seen = []
+    by_token = self_check._by_token
+    monkeypatch.setattr(self_check, "COMPARED", 40)
+    monkeypatch.setattr(
+        self_check,
+        "_by_token",
+        lambda ours, theirs: seen.append(len(ours)) or by_token(ours, theirs),
+    )
+    parts = Difference.between(graph, eager)
+    assert seen == [5] * 7 + [2]
+    assert parts.relative_l2 == pytest.approx(whole.relative_l2, rel=1e-12)
+    assert (parts.worst_token, parts.min_cosine) == (whole.worst_token, whole.min_cosine)
+    graph[36, 7] = float("nan")
+    assert Difference.between(graph, eager).exceeds(1.0)
+
+
+class Failing(ToyEncoder):
+    """Cannot say what its graphs must get right."""
+
+    failing = ""
+
+    def worst_cases(self, capacity):
+        if self.failing == "always" or (self.failing == "once captured" and capacity.tokens == 8):
+            raise ZeroDivisionError("adapter bug")
+        return super().worst_cases(capacity)
+
+
+def test_an_adapter_without_worst_cases_runs_eagerly_and_stops_no_start_up():
+    adapter = Failing()
+    adapter.failing = "always"
+    graphs = EncoderGraphs(adapter, plain_platform(), Settings())
+    report = graphs.capture()
+    assert report.captured == []
+    assert {line.reason for line in report.dropped} == {
+        "an eager example failed: ZeroDivisionError: adapter bug"
+    }
+    assert len(graphs.run(images(3))) == 1
+    assert graphs.stats()["misses"] == {"image": {"no graph is captured": 1}}
+
+
+def test_a_graph_whose_worst_cases_fail_in_the_check_is_dropped(monkeypatch):
+    adapter = Failing()
+    check = self_check.check
+
+    def failing(*arguments):
+        adapter.failing = "once captured"
+        return check(*arguments)
+
+    monkeypatch.setattr(self_check, "check", failing)
+    graphs = EncoderGraphs(adapter, plain_platform(), Settings())
+    report = graphs.capture()
+    assert [(line.key.size, line.reason) for line in report.dropped] == [
+        (8, "self-check: no worst cases: ZeroDivisionError: adapter bug")
+    ]
+    assert sorted(line.key.size for line in report.captured) == [4, 16]
