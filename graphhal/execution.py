@@ -137,8 +137,11 @@ class Execution:
         """Fill static inputs with the exactly full example; returns its boundaries."""
         items = self.fullest(capacity)
         update = self._host_update(capacity, layout, items)
-        packed.copy_(update.block)
-        self._adapter.stage(self._adapter.example(items, seed=0), items, inputs)
+        example = self._adapter.example(items, seed=0)
+        there = dict(inputs)
+        with self._platform.step("reference", None, there, update.boundaries) or _NOTHING:
+            packed.copy_(update.block)
+            self._adapter.stage(example, items, inputs)
         self._on_device = None
         return update.boundaries
 
@@ -226,7 +229,9 @@ class Execution:
         layout = Layout(adapter.buffers(exact))
         update = self._host_update(exact, layout, items)
         self._on_device = None  # a platform may keep the boundaries of the step it entered last
-        inputs: dict[str, torch.Tensor] = {}
+        packed = torch.empty(update.block.shape, dtype=torch.uint8, device=adapter.device)
+        # A platform reads off its inputs which device the step is on.
+        inputs = layout.packed_views(packed) or {"": packed}
         entered = self._platform.step(kind, None, inputs, update.boundaries)
         if entered is None:
             self._outer.append(update)  # the outer graph copies from this block at every replay
@@ -235,8 +240,8 @@ class Execution:
             torch.no_grad(),
             without_autocast(adapter.device),
         ):
-            packed = update.block.to(adapter.device, non_blocking=True, copy=True)
-            inputs.update(layout.packed_views(packed))
+            packed.copy_(update.block, non_blocking=kind == "eager")
+            inputs.pop("", None)
             inputs.update(adapter.eager_inputs(mm_kwargs, items))
             bounds = {name: bound.max_seqlen for name, bound in exact.sequences.items()}
             levels = as_levels(adapter.forward(inputs, bounds))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -275,18 +276,23 @@ class GraphSet:
         try:
             if self.arena is None:
                 self.arena = self._allocate(planned, output)
+        except CaptureError as error:
+            return error
         except RuntimeError as error:  # torch.OutOfMemoryError is one; a host's allocator has none
             return ResourceExhaustedError(f"out of memory for its inputs and outputs: {error}")
         return None
 
     def _allocate(self, planned: Sequence[tuple[Capacity, Layout]], output: torch.Tensor) -> Arena:
-        tokens = max(capacity.tokens for capacity, _ in planned)
-        return Arena(
-            self._adapter.device,
-            max(layout.bulk_bytes for _, layout in planned),
-            max(layout.packed_bytes for _, layout in planned),
-            torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=self._adapter.device),
-        )
+        """The arenas, filled with zeros in a step of the platform: it sees a failure at once."""
+        device, tokens = self._adapter.device, max(capacity.tokens for capacity, _ in planned)
+        there = {"device": torch.empty(0, device=device)}  # which one, for the platform
+        with self._platform.step("reference", None, there, {}) or nullcontext():
+            return Arena(
+                device,
+                max(layout.bulk_bytes for _, layout in planned),
+                max(layout.packed_bytes for _, layout in planned),
+                torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=device),
+            )
 
     def _request(
         self,

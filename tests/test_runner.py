@@ -21,7 +21,7 @@ from graphhal.runner import EncoderGraphs
 from graphhal.settings import Policy, Settings
 from tests.plain_platform import PlainPlugin, plain_platform
 from tests.test_weights import REBINDINGS
-from tests.toy_encoder import ToyEncoder, images, request
+from tests.toy_encoder import FULL, WINDOWED, ToyEncoder, images, request
 
 
 def both_paths(**options) -> ToyEncoder:
@@ -179,6 +179,41 @@ def test_a_bad_item_is_named_alike_on_both_paths(platform, grid):
         assert caught.value.item == 1
     assert graphs.stats()["hits"] == graphs.stats()["misses"] == {}
     assert_equals_eager(graphs, images(4))
+
+
+@pytest.mark.parametrize("sets", [(FULL, WINDOWED), ()])
+def test_a_step_says_which_device_it_is_on(sets):
+    """Where a process has several, the current one need not be the encoder's."""
+    plugin = PlainPlugin()
+    platform, devices = plain_platform(plugin), []
+
+    def step(kind, graph, inputs, boundaries):
+        devices.append({tensor.device for tensor in inputs.values()})
+        return platform.step(kind, graph, inputs, boundaries)
+
+    class Bare(ToyEncoder):
+        """Without any packed buffer, where it has no boundary sets."""
+
+        def buffers(self, capacity):
+            specs = super().buffers(capacity)
+            return specs if sets else {"pixels": specs["pixels"]}
+
+        def metadata(self, items):
+            return super().metadata(items) if sets else {}
+
+        def forward(self, inputs, max_seqlen):
+            if sets:
+                return super().forward(inputs, max_seqlen)
+            assert set(inputs) == {"pixels"}
+            return inputs["pixels"][::2]
+
+    graphs = EncoderGraphs(Bare(sets=sets), replace(platform, step=step))
+    graphs.capture()
+    graphs.run(images(3))
+    graphs.run_eager(images(3))
+    graphs.run(images(40))
+    assert devices
+    assert all(found == {torch.device("cpu")} for found in devices)
 
 
 def test_items_out_of_order_are_the_adapters_fault():
