@@ -229,7 +229,7 @@ class Execution:
         layout = Layout(adapter.buffers(exact))
         update = self._host_update(exact, layout, items)
         self._on_device = None  # a platform may keep the boundaries of the step it entered last
-        packed = torch.empty(update.block.shape, dtype=torch.uint8, device=adapter.device)
+        packed = torch.empty(update.block.numel(), dtype=torch.uint8, device=adapter.device)
         # A platform reads off its inputs which device the step is on.
         inputs = layout.packed_views(packed) or {"": packed}
         entered = self._platform.step(kind, None, inputs, update.boundaries)
