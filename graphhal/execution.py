@@ -138,8 +138,7 @@ class Execution:
         items = self.fullest(capacity)
         update = self._host_update(capacity, layout, items)
         example = self._adapter.example(items, seed=0)
-        there = dict(inputs)
-        with self._platform.step("reference", None, there, update.boundaries) or _NOTHING:
+        with self._platform.step("reference", None, inputs, update.boundaries) or _NOTHING:
             packed.copy_(update.block)
             self._adapter.stage(example, items, inputs)
         self._on_device = None
