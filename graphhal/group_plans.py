@@ -92,6 +92,8 @@ class GroupPlans:
 
     def _made(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
         _check(self._adapter, items)
+        # Before the plan: if the answer changes meanwhile, the next request plans anew.
+        refusals = self._refusals(items)
         starts = token_starts(items)
         steps: list[PreparedReplay | Eager] = []
         for step in self._planner.plan(items).steps:
@@ -101,7 +103,7 @@ class GroupPlans:
                 entry = self._entries[step.capacity.key]
                 steps.append(self._execution.prepare(entry, step.items, starts))
         num_bytes = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
-        return GroupPlan(starts, tuple(steps), num_bytes, self._refusals(items))
+        return GroupPlan(starts, tuple(steps), num_bytes, refusals)
 
     def _refusals(self, items: tuple[ItemSpec, ...]) -> _Refusals:
         if not self._refuses:

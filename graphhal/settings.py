@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from math import isfinite
 from typing import Annotated, Any, Literal
@@ -54,13 +54,18 @@ class SelfCheck(StrEnum):
     OFF = "off"
 
 
+def _refuse_truth(values: Iterable[Any]) -> None:
+    """`true` would count as 1 where a number is meant."""
+    if any(isinstance(each, bool) for each in values):
+        raise ValueError("true and false are no value of this option")
+
+
 def _split_names(value: Any) -> Any:
     """`"a, b"`, `'["a", "b"]'` and `["a", "b"]` alike; names are stripped, empty ones dropped."""
     if isinstance(value, str):
         value = value.strip()
         value = json.loads(value) if value.startswith("[") else value.split(",")
-    if isinstance(value, list) and any(isinstance(each, bool) for each in value):
-        raise ValueError("true and false are no value of this option")
+        _refuse_truth(value)
     if isinstance(value, list | tuple | set | frozenset):
         stripped = [v.strip() if isinstance(v, str) else v for v in value]
         return tuple(v for v in stripped if v != "")
@@ -190,11 +195,11 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`true` would count as 1 where a number is meant; text is stripped."""
+        """As `_refuse_truth`; text is stripped."""
         wants_truth = cls.model_fields[str(info.field_name)].annotation is bool
         values = value if isinstance(value, list | tuple | set | frozenset) else [value]
-        if not wants_truth and any(isinstance(each, bool) for each in values):
-            raise ValueError("true and false are no value of this option")
+        if not wants_truth:
+            _refuse_truth(values)
         return value.strip() if isinstance(value, str) else value
 
     @field_validator("token_budgets", mode="before")

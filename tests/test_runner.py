@@ -621,6 +621,22 @@ def test_a_refusal_that_comes_and_goes_is_asked_for_on_every_request(platform):
     assert graphs.stats()["hits"] == {"image": 2, "video": 2}
 
 
+def test_a_refusal_that_comes_while_a_group_is_planned_is_not_missed(platform):
+    class Flipping(ToyEncoder):
+        asked = None
+
+        def refusal(self, items):
+            if self.asked is not None:
+                self.asked += 1
+            return "LoRA is on" if self.asked is not None and self.asked > 1 else None
+
+    graphs = serve(platform, Flipping())
+    graphs.adapter.asked = 0
+    for _ in range(3):
+        assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {MissReason.REFUSED: 3}
+
+
 def test_what_an_adapter_refuses_while_staging_runs_eagerly_and_costs_no_graph(platform):
     class Refusing(ToyEncoder):
         refusing = False
