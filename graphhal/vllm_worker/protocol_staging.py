@@ -14,6 +14,7 @@ KEPT_VIEWS = 8
 
 PaddingLogic = Callable[[torch.Tensor, torch.Tensor], Any]
 Copy = Callable[[torch.Tensor], Any]
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(slots=True)
@@ -47,23 +48,47 @@ def copies(
     It raises `RefusedError` where a value is missing, does not fit its buffer, or is a host scalar
     above the one that was captured.
     """
-    checks = [_constant(name, constant) for name, constant in captured.constants.items()]
-    targets = {
-        name: _copy(name, target, captured, padding_logics) for name, target in inputs.items()
+    checks = {name: _constant(name, constant) for name, constant in captured.constants.items()}
+    plain = {
+        name: _rows(name, target)
+        for name, target in inputs.items()
+        if name not in captured.ends and name not in padding_logics and target.dim() > 0
+    }
+    others = {
+        name: _copy(name, target, captured, padding_logics)
+        for name, target in inputs.items()
+        if name not in plain
     }
 
     def copy(values: Mapping[str, torch.Tensor | None]) -> None:
-        for name, check in zip(captured.constants, checks, strict=True):
+        for name, check in checks.items():
             value = values.get(name)
             if value is not None:
                 check(value)
-        for name, into in targets.items():
-            source = values.get(name)
-            if source is None:
-                raise RefusedError(f"the model prepared no value for its buffer {name!r}")
-            into(source)
+        heads, sources, tails = [], [], []
+        for name, split in plain.items():
+            source = _given(name, values)
+            head, tail = split(source)
+            heads.append(head)
+            sources.append(source)
+            if tail is not None:
+                tails.append(tail)
+        for name, into in others.items():
+            into(_given(name, values))
+        # Together: small models' time goes into launches, and these are most of the copies.
+        if heads:
+            torch._foreach_copy_(heads, sources)
+        if tails:
+            torch._foreach_zero_(tails)
 
     return copy
+
+
+def _given(name: str, values: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    value = values.get(name)
+    if value is None:
+        raise RefusedError(f"the model prepared no value for its buffer {name!r}")
+    return value
 
 
 def _constant(name: str, constant: torch.Tensor) -> Copy:
@@ -91,9 +116,7 @@ def _copy(
         return _copy_ends(name, target, *captured.ends[name])
     if target.dim() == 0:
         return target.copy_
-    logic = padding_logics.get(name)
-    if logic is None:
-        return _copy_rows(name, target)
+    logic = padding_logics[name]
 
     def padded(source: torch.Tensor) -> None:
         if source.dim() != target.dim() or any(map(int.__gt__, source.shape, target.shape)):
@@ -103,27 +126,23 @@ def _copy(
     return padded
 
 
-def _copy_rows(name: str, target: torch.Tensor) -> Copy:
-    """Rows, then zeros. Only rows may be missing: a narrower source would be broadcast."""
+def _rows(name: str, target: torch.Tensor) -> Split:
+    """Views for the rows of a source, and for the zeros after them. Only rows may be missing: a
+    narrower source would be broadcast."""
     room, rest = target.shape[0], target.shape[1:]
-    views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    views: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {room: (target, None)}
 
-    def copy(source: torch.Tensor) -> None:
+    def split(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = source.shape
         if not shape or shape[0] > room or shape[1:] != rest:
             raise _misfit(name, source, target)
         rows = shape[0]
-        if rows == room:
-            target.copy_(source)
-            return
         if rows not in views:
             _make_room(views)
-            views[rows] = target[:rows], target[rows:]
-        head, tail = views[rows]
-        head.copy_(source)
-        tail.zero_()
+            views[rows] = target[:rows], target[rows:] if rows < room else None
+        return views[rows]
 
-    return copy
+    return split
 
 
 def _copy_ends(name: str, target: torch.Tensor, rows: int, steps: torch.Tensor) -> Copy:

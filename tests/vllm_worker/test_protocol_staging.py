@@ -34,6 +34,17 @@ def test_other_row_counts_than_the_first_are_right_too():
         assert target.sum() == 2 * rows
 
 
+def test_buffers_of_several_dtypes_keep_their_own():
+    kinds = {"pixels": torch.bfloat16, "cos": torch.float32, "ids": torch.int64}
+    inputs = {name: torch.full((5, 2), 7, dtype=dtype) for name, dtype in kinds.items()}
+    rows = {"pixels": 3, "cos": 5, "ids": 0}
+    sources = {name: torch.ones(count, 2, dtype=torch.float64) for name, count in rows.items()}
+    copies(captured(), inputs, {})(sources)
+    for name, target in inputs.items():
+        assert target.dtype == kinds[name]
+        assert target.sum() == 2 * rows[name]
+
+
 @pytest.mark.parametrize("shape", [(7, 3), (2, 1), (2, 4), (6,), (), (2, 3, 1)])
 def test_what_does_not_fit_is_refused(shape):
     copy = copies(captured(), {"pixels": torch.zeros(6, 3)}, {})
