@@ -14,8 +14,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+WHOLE = 128
+"""A tower of at most so many tensors is checked whole on every request: 10 µs or less."""
 WINDOW = 16
-"""Tensors checked on every request; a full-size tower has some 350, which take 25 µs or more."""
+"""Tensors of a larger tower checked on every request; some 350 at once would take 30 µs or more."""
 FULL_CHECK_SECONDS = 0.1
 """A request later than this after the last full check makes one: idle servers check every time."""
 
@@ -48,7 +50,7 @@ class WeightWatch:
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
     (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does. A
     replacement is noticed by the next request, because PyTorch tells of it; other storage under a
-    few of many tensors may take `FULL_CHECK_SECONDS`.
+    few of more than `WHOLE` tensors may take `FULL_CHECK_SECONDS`.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -85,13 +87,16 @@ class WeightWatch:
 
 
 def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:
-    """The places in order, cut after every `WINDOW` tensors; modules cost next to nothing."""
+    """The places in order, cut after every `WINDOW` tensors where there are more than `WHOLE`;
+    modules cost next to nothing."""
+    every = list(places)
+    in_all = sum(isinstance(held, torch.Tensor) for _, _, held in every)
     part: list[_Place] = []
     tensors = 0
-    for place in places:
+    for place in every:
         part.append(place)
         tensors += isinstance(place[2], torch.Tensor)
-        if tensors == WINDOW:
+        if tensors == WINDOW and in_all > WHOLE:
             yield part
             part, tensors = [], 0
     if part:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphhal import weights
-from graphhal.weights import WINDOW, WeightWatch
+from graphhal.weights import WHOLE, WINDOW, WeightWatch
 from tests.toy_encoder import FULL, Tower
 
 
@@ -128,11 +128,11 @@ def test_tied_and_shared_modules_are_watched_once():
 
 
 class Many(nn.Module):
-    """More tensors than a request looks at."""
+    """More tensors than a request looks at, or just as many."""
 
-    def __init__(self, windows: int) -> None:
+    def __init__(self, tensors: int) -> None:
         super().__init__()
-        self.tensors = nn.ParameterList(torch.zeros(1) for _ in range(windows * WINDOW))
+        self.tensors = nn.ParameterList(torch.zeros(1) for _ in range(tensors))
 
 
 @pytest.fixture
@@ -143,19 +143,19 @@ def clock(monkeypatch):
 
 
 def test_a_busy_server_notices_within_as_many_requests_as_windows(clock):
-    made = Many(3)
+    made = Many(WHOLE + WINDOW)
     watch = WeightWatch([made])
     assert not watch.moved_lately()
-    for position in (0, WINDOW, 2 * WINDOW, 3 * WINDOW - 1):
+    for position in (0, WINDOW, 2 * WINDOW, WHOLE + WINDOW - 1):
         made.tensors[position].data = torch.zeros(1)
-        assert any(watch.moved_lately() for _ in range(4))
+        assert any(watch.moved_lately() for _ in range(WHOLE // WINDOW + 1))
         watch = WeightWatch([made])
 
 
 def test_an_idle_server_notices_at_the_first_request(clock):
-    made = Many(3)
+    made = Many(WHOLE + 1)
     watch = WeightWatch([made])
-    for position in (0, WINDOW, 3 * WINDOW - 1):
+    for position in (0, WINDOW, WHOLE):
         made.tensors[position].data = torch.zeros(1)
         clock[0] += 1.5 * weights.FULL_CHECK_SECONDS
         assert watch.moved_lately()
@@ -163,7 +163,7 @@ def test_an_idle_server_notices_at_the_first_request(clock):
 
 
 def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
-    made = Many(4)
+    made = Many(WHOLE + 1)
     watch = WeightWatch([made])
     made.tensors[0].data = torch.zeros(1)
     watch._next = 0  # the window just looked at
@@ -173,8 +173,16 @@ def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
     assert watch.moved_lately()
 
 
+def test_a_small_tower_is_looked_at_whole_every_time(clock):
+    made = Many(WHOLE)
+    for position in (0, WHOLE // 2, WHOLE - 1):
+        watch = WeightWatch([made])
+        made.tensors[position].data = torch.zeros(1)
+        assert watch.moved_lately()
+
+
 def many() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4 * WINDOW)))
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(WHOLE)))
 
 
 def replace_last_parameter(made: nn.Sequential) -> None:
@@ -211,4 +219,4 @@ def test_other_storage_of_one_among_many_is_noticed_in_turn():
     made = many()
     watch = WeightWatch([made])
     made[-1].weight.data = made[-1].weight.data.clone()
-    assert any(watch.moved_lately() for _ in range(8))
+    assert any(watch.moved_lately() for _ in range(2 * WHOLE // WINDOW))
