@@ -67,6 +67,12 @@ int aclDestroyScalarList(const aclScalarList *list) {
   return 0;
 }
 int aclDestroyAclOpExecutor(aclOpExecutor *) { return 0; }
+int aclGetViewShape(const aclTensor *tensor, int64_t **shape, uint64_t *dims) {
+  *dims = tensor->view.dim();
+  *shape = new int64_t[*dims];  // the caller deletes it
+  std::copy_n(tensor->view.sizes().begin(), *dims, *shape);
+  return 0;
+}
 
 // ---- launch phase of every operator; an executor is missing where nothing prepared a kernel
 int cann_stub_launch2(const char *name, void *prepared, void *stream) {
@@ -216,6 +222,22 @@ static c10::List<std::optional<at::Tensor>> indices_of(const Tensors &tensors) {
 OP(Index, T a, const aclTensorList *at_, T o) RUN((auto a, auto list, auto o), put(o, at::index(a, indices_of(list))), a, at_, o)
 OP(IndexPutImpl, T a, const aclTensorList *at_, T v, bool accumulate, bool unsafe)
 RUN((auto a, auto list, auto v, auto accumulate, auto), a.index_put_(indices_of(list), v, accumulate), a, at_, v, accumulate, unsafe)
+
+// Sizes that depend on data: the kernel leaves them in the output, which has room for the most; the
+// caller waits for the stream and asks for the shape.
+static int positions(T a, T o, bool by_dimension, OUT) {
+  auto *target = const_cast<aclTensor *>(o);
+  auto run = [=](auto a, auto room) {
+    at::Tensor found = at::nonzero(a);
+    if (by_dimension) found = found.t();
+    TORCH_CHECK(found.numel() <= room.numel(), "output of shape ", room.sizes(), " for ", found.numel(), " indices");
+    target->view = at::from_blob(room.data_ptr(), found.sizes(), room.options());
+    target->view.copy_(found);
+  };
+  return prepare(ws, ex, run, a, o);
+}
+OP(Nonzero, T a, T o) { return positions(a, o, false, ws, ex); }
+OP(NonzeroV2, T a, T o) { return positions(a, o, true, ws, ex); }
 
 // ---- reduction
 OP(Mean, T a, I dims, bool keep, aclDataType type, T o) RUN((auto a, auto dims, auto keep, auto, auto o), put(o, at::mean(a, dims, keep)), a, dims, keep, type, o)

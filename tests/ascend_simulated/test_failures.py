@@ -170,6 +170,12 @@ def _item(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x)
 
 
+def _masked(x: torch.Tensor, out: torch.Tensor) -> None:
+    if torch.npu.is_current_stream_capturing():
+        x[x[:, 0] == 0]
+    out.copy_(x)
+
+
 def _unjoined(x: torch.Tensor, out: torch.Tensor) -> None:
     side = torch.npu.Stream()
     side.wait_stream(torch.npu.current_stream())
@@ -222,6 +228,7 @@ _cached: list[torch.Tensor] = []
     ("forward", "kind", "words"),
     [
         (_item, HostReadError, "waits for the device"),
+        (_masked, HostReadError, "waits for the device"),
         (_unjoined, UnsupportedOperationError, "does not join it"),
         (_outside_event, UnsupportedOperationError, "queued outside the capture"),
         (_nested, CaptureError, "capture failed"),
@@ -242,13 +249,13 @@ def test_what_a_graph_cannot_hold_is_named_and_leaves_the_process_as_it_was(
     _event.record()
     _cached.clear()
     stream = torch.npu.current_stream()
-    options = [torch_option(name) for name in ("jitCompile", "ALLOW_INTERNAL_FORMAT")]
+    options = compile_options()
     with pytest.raises(kind, match=words):
         platform.capture(a_request(device, forward))
     assert torch.npu.current_stream() == stream
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not torch.npu.is_current_stream_capturing()
-    assert [torch_option(name) for name in ("jitCompile", "ALLOW_INTERNAL_FORMAT")] == options
+    assert compile_options() == options
     good = a_request(device, lambda x, out: out.copy_(x + 1))
     graph = platform.capture(good)
     platform.release([graph])
@@ -258,6 +265,11 @@ def torch_option(name: str) -> bytes:
     import torch_npu
 
     return torch_npu._C._npu_getOption(name)
+
+
+def compile_options() -> tuple[bool, bytes]:
+    """Whether kernels are compiled offline only, and whether internal formats are allowed."""
+    return torch.npu.is_jit_compile_false(), torch_option("ALLOW_INTERNAL_FORMAT")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -100,6 +100,23 @@ def test_a_kernel_computes_what_pytorch_computes(name: str) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("launched_directly", "schedule")
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [
+        ("places", lambda x: x.nonzero()),
+        ("places by dimension", lambda x: torch.stack((x > 1).nonzero(as_tuple=True))),
+        ("no place", lambda x: (x > 9).nonzero()),
+        ("masked", lambda x: x[x > 0]),
+        ("masked rows", lambda x: x[(x > 1).any(1)]),
+    ],
+)
+def test_sizes_that_depend_on_data_are_read_from_the_device(
+    name: str, action: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    assert torch.equal(action(X.npu()).cpu(), action(X)), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ends", [[8], [3, 8], [1, 2, 3, 8]])
 @pytest.mark.parametrize("kv_heads", [1, 2])
