@@ -519,5 +519,7 @@ def _patches(
     try:
         out = processor(images=image, return_tensors="np")
     except ValueError as error:
-        raise InputError(f"{path}: {error}", item) from error
+        raise InputError(
+            f"{path} cannot be cut into patches ({error}); crop or pad it", item
+        ) from error
     return out["pixel_values"].astype(np.float32), out["image_grid_thw"][0].tolist()

@@ -20,6 +20,11 @@ SPEECH = ("auditok", "data/1to6arabic_16000_mono_bc_noise.wav", "auditok>=0.2,<0
 """Someone counts from one to six in a noisy room (19 s)."""
 SYSTEM_SPEECH = Path("/usr/share/sounds/alsa/Front_Center.wav")
 """What Debian's alsa-utils installs: two spoken words (1.4 s)."""
+SAMPLE_RATES = (1_000, 768_000)
+"""Hertz of a sound file: less is a broken header, more makes resampling take all memory."""
+LOUDEST = 2.0**31
+"""Full scale is 1, or 2**31 where whole numbers were saved as floats; far beyond, a spectrum is not
+finite."""
 
 
 def sample_photograph() -> Path:
@@ -73,15 +78,28 @@ def read_image(path: Path, item: int) -> Image.Image:
     """Decode a picture to RGB.
 
     Raises:
-        InputError: no such file, or not a picture.
+        InputError: no such file, not a picture, or one of unknown range.
     """
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            mode = image.mode
+            if mode.startswith("I;16"):  # Pillow would clip what is not black to white
+                picture = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            else:
+                picture = image.convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise InputError(f"{path} is too large a picture ({error}); scale it down", item) from error
+    except (OSError, ValueError, SyntaxError) as error:
         raise InputError(
             f"{path} cannot be decoded as a picture ({error}); pass a JPEG, PNG or WebP file", item
         ) from error
+    if mode in ("I", "F"):
+        raise InputError(
+            f"{path} holds numbers (mode {mode}) that no range makes a picture of; save it with 8 "
+            "or 16 bits a channel",
+            item,
+        )
+    return picture
 
 
 def read_film(path: Path, item: int, frames_per_second: float, most: int) -> list[Image.Image]:
@@ -95,18 +113,23 @@ def read_film(path: Path, item: int, frames_per_second: float, most: int) -> lis
     except ImportError as error:
         raise InputError(f"{path} is a film: install av to decode it", item) from error
     kept: list[Image.Image] = []
+    start = None
     try:
         with av.open(str(path)) as container:
-            for frame in container.decode(video=0):
+            for frame in container.decode(video=0) if container.streams.video else ():
                 at = frame.time if frame.time is not None else len(kept) / frames_per_second
-                if at * frames_per_second >= len(kept):
+                start = at if start is None else start  # streams cut from a broadcast start late
+                if (at - start) * frames_per_second >= len(kept):
                     kept.append(frame.to_image())
                 if len(kept) == most:
                     break
     except (OSError, ValueError, IndexError, av.FFmpegError) as error:
-        raise InputError(f"{path} cannot be decoded as a film ({error})", item) from error
+        raise InputError(
+            f"{path} cannot be decoded as a film ({error}); pass an MP4, WebM or Matroska file",
+            item,
+        ) from error
     if not kept:
-        raise InputError(f"{path} holds no frame", item)
+        raise InputError(f"{path} holds no frame; pass a film with pictures", item)
     return kept
 
 
@@ -114,20 +137,35 @@ def read_sound(path: Path, item: int, rate: int) -> npt.NDArray[np.float32]:
     """Decode a sound file to mono float32 samples at `rate` hertz.
 
     Raises:
-        InputError: no such file, not a sound file, or it is empty.
+        InputError: no such file, not a sound file, it is empty, or it holds what is no sound.
     """
     import soundfile
     from scipy.signal import resample_poly
 
     try:
-        samples, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
+        with path.open("rb") as file:
+            samples, own_rate = soundfile.read(file, dtype="float32", always_2d=True)
     except (OSError, soundfile.SoundFileError) as error:
         raise InputError(
-            f"{path} cannot be decoded as sound ({error}); pass a WAV, FLAC or Ogg file", item
+            f"{path} cannot be decoded as sound ({getattr(error, 'error_string', error)}); pass a "
+            "WAV, FLAC or Ogg file",
+            item,
         ) from error
+    if samples.size == 0:
+        raise InputError(f"{path} holds no sample; pass a longer clip", item)
+    if not SAMPLE_RATES[0] <= own_rate <= SAMPLE_RATES[1]:
+        raise InputError(
+            f"{path} has {own_rate} samples a second; {SAMPLE_RATES[0]} to {SAMPLE_RATES[1]} can "
+            "be resampled, correct its header or save it again",
+            item,
+        )
+    if not np.abs(samples).max() <= LOUDEST:  # not a number fails, too
+        raise InputError(
+            f"{path} holds samples that are not numbers, or far beyond full scale; save it again "
+            "with samples from -1 to 1",
+            item,
+        )
     mono: npt.NDArray[Any] = samples.mean(axis=1)
-    if mono.size == 0:
-        raise InputError(f"{path} holds no sample", item)
     if own_rate != rate:
         shared = gcd(own_rate, rate)
         mono = resample_poly(mono, rate // shared, own_rate // shared)

@@ -10,6 +10,8 @@ from graphhal.adapters.sample_files import is_film, read_image, read_sound
 
 PHOTOGRAPH_SIDES = (224, 320)
 """Longest sides of the smaller copies, in pixels."""
+THINNEST = 16
+"""Pixels across a copy, at least: scaled to less, a banner would become another shape."""
 CLIP_SECONDS = (1.0, 3.0)
 """Lengths of the shorter copies."""
 CLIP_RATE = 16_000
@@ -48,7 +50,9 @@ def image_inputs(files: Sequence[Path], scratch: Path) -> list[BenchInput]:
     for path, first in list(pictures.items())[:1]:
         for side in (side for side in PHOTOGRAPH_SIDES if side < max(first.size)):
             scale = side / max(first.size)
-            width, height = (max(1, round(length * scale)) for length in first.size)
+            width, height = (round(length * scale) for length in first.size)
+            if min(width, height) < THINNEST:
+                continue
             copies.append((f"{_name(path)} {width}×{height}", scratch / f"{width}x{height}.png"))
             first.resize((width, height)).save(copies[-1][1])
     inputs = [BenchInput(label, (path,)) for label, path in copies]

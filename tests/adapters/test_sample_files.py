@@ -1,0 +1,118 @@
+"""Files from anywhere: each is read as it was meant, or refused by its name with the way out."""
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from graphhal.adapters.qwen3_omni_vision import Qwen3OmniVisionFactory
+from graphhal.adapters.sample_files import LOUDEST, read_film, read_image, read_sound
+from graphhal.bench.samples import image_inputs
+from graphhal.errors import InputError
+
+TONE = np.sin(np.arange(4000) / 20).astype(np.float32) / 4
+
+
+def sound(folder: Path, samples: np.ndarray, rate: int = 16_000) -> Path:
+    soundfile.write(folder / "clip.wav", samples, rate, subtype="FLOAT")
+    return folder / "clip.wav"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+def test_samples_that_make_no_finite_spectrum_are_refused(tmp_path: Path, value: float) -> None:
+    samples = TONE.copy()
+    samples[7] = value
+    with pytest.raises(InputError, match=r"^item 3: .*clip.wav holds samples .* save it again"):
+        read_sound(sound(tmp_path, samples), 3, 16_000)
+
+
+def test_whole_numbers_saved_as_floats_are_loud_and_fine(tmp_path: Path) -> None:
+    read = read_sound(sound(tmp_path, TONE * LOUDEST), 0, 16_000)
+    assert np.array_equal(read, TONE * LOUDEST)
+
+
+@pytest.mark.parametrize("rate", [1, 999, 768_001, 2**31 - 1])
+def test_rates_that_no_sound_has_are_refused_before_they_take_all_memory(
+    tmp_path: Path, rate: int
+) -> None:
+    with pytest.raises(InputError, match=rf"clip.wav has {rate} samples a second; 1000 to 768000"):
+        read_sound(sound(tmp_path, TONE, rate), 0, 16_000)
+
+
+@pytest.mark.parametrize(("rate", "length"), [(1_000, 64_000), (768_000, 84)])
+def test_rates_at_the_ends_are_resampled(tmp_path: Path, rate: int, length: int) -> None:
+    assert len(read_sound(sound(tmp_path, TONE, rate), 0, 16_000)) == length
+
+
+def test_a_missing_clip_and_an_empty_one_are_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"No such file or directory.*pass a WAV"):
+        read_sound(tmp_path / "none.wav", 0, 16_000)
+    with pytest.raises(InputError, match=r"clip.wav holds no sample; pass"):
+        read_sound(sound(tmp_path, TONE[:0]), 0, 16_000)
+
+
+def test_sixteen_bits_keep_their_greys(tmp_path: Path) -> None:
+    grey = np.linspace(0, 65535, 48 * 64).reshape(48, 64).astype(np.uint16)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    read = np.asarray(read_image(tmp_path / "grey.png", 0))
+    assert np.array_equal(read, np.repeat((grey >> 8)[:, :, None], 3, axis=2))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pictures_of_unknown_range_are_refused(tmp_path: Path, dtype: type[np.generic]) -> None:
+    Image.fromarray(np.full((8, 8), 70_000, dtype=dtype)).save(tmp_path / "raw.tiff")
+    with pytest.raises(InputError, match=r"raw.tiff holds numbers .* save it with 8 or 16 bits"):
+        read_image(tmp_path / "raw.tiff", 0)
+
+
+def test_a_picture_that_is_too_large_is_to_be_scaled_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("L", (30, 30)).save(tmp_path / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(InputError, match=r"bomb.png is too large .* scale it down"):
+        read_image(tmp_path / "bomb.png", 0)
+
+
+def test_a_film_of_sound_alone_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "sound.mp4"
+    with av.open(str(path), "w") as film:
+        stream = film.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame.from_ndarray(TONE[None], format="fltp", layout="mono")
+        frame.rate = 16_000
+        film.mux([*stream.encode(frame), *stream.encode(None)])
+    with pytest.raises(InputError, match=r"sound.mp4 holds no frame; pass a film with pictures"):
+        read_film(path, 0, 2.0, 8)
+    path.write_bytes(b"no film")
+    with pytest.raises(InputError, match=r"sound.mp4 cannot be decoded .*; pass an MP4"):
+        read_film(path, 0, 2.0, 8)
+
+
+def test_a_film_that_starts_late_is_sampled_as_evenly(tmp_path: Path) -> None:
+    path = tmp_path / "cut.mkv"
+    with av.open(str(path), "w") as film:
+        stream = film.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 32
+        for number in range(20):
+            frame = av.VideoFrame(32, 32, "yuv420p")
+            frame.pts = 100 + number
+            film.mux(stream.encode(frame))
+        film.mux(stream.encode(None))
+    assert len(read_film(path, 0, 2.0, 100)) == 4
+
+
+def test_a_banner_has_no_copies_of_another_shape(tmp_path: Path) -> None:
+    banner = tmp_path / "banner.png"
+    Image.new("RGB", (2000, 10)).save(banner)
+    assert [entry.files for entry in image_inputs([banner], tmp_path)] == [(banner,), (banner,) * 4]
+
+
+def test_a_picture_too_thin_for_the_processor_is_told_by_its_own_name(tmp_path: Path) -> None:
+    factory = Qwen3OmniVisionFactory()
+    path = tmp_path / "thin.png"
+    Image.new("RGB", (2010, 10)).save(path)
+    with pytest.raises(InputError, match=r"thin.png cannot be cut into patches .* crop or pad it"):
+        factory.load(None, [path])  # type: ignore[arg-type]
