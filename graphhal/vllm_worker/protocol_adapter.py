@@ -16,10 +16,11 @@ from graphhal.errors import AdapterError, RefusedError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import Platform
-from graphhal.settings import Settings
+from graphhal.settings import SelfCheck, Settings
+from graphhal.vllm_worker.layout_check import LayoutCheck
 from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule
-from graphhal.vllm_worker.protocol_staging import Captured, copies
+from graphhal.vllm_worker.protocol_staging import Captured, Padding, copies
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ProtocolAdapter(EncoderAdapter):
         path: one of the model's paths.
         rule: budgets of that path.
         limits: budgets, items and frames that the options allow.
+        settings: whether, and how strictly, layouts are compared with eager.
         device: of the graphs.
         dtype: of the graphs' floating-point inputs.
     """
@@ -67,6 +69,7 @@ class ProtocolAdapter(EncoderAdapter):
         path: str,
         rule: PathRule,
         limits: Limits,
+        settings: Settings,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -81,6 +84,9 @@ class ProtocolAdapter(EncoderAdapter):
         suffix = "" if path == "default" else f"_{path}"
         self.name = f"{type(model).__name__}{suffix}"
         self._axes = tuple(product(*(tuple(axis) for axis in dialect.axes(self.config))))
+        self._has_axes = bool(dialect.axes(self.config))
+        self._checks_layouts = settings.self_check is not SelfCheck.OFF
+        self._layouts = LayoutCheck(self.name, settings.tolerance)
         self._captured: dict[GraphKey, Captured] = {}
         self._by_number: list[Captured] = []
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
@@ -118,8 +124,8 @@ class ProtocolAdapter(EncoderAdapter):
         return tuple(specs)
 
     def _axes_of(self, mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        if len(self._axes) == 1:
-            return self._axes[0]
+        if not self._has_axes:
+            return ()
         count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
         return self.dialect.select(self.model, mm_kwargs, list(range(count)))[1]
 
@@ -144,16 +150,18 @@ class ProtocolAdapter(EncoderAdapter):
     def path(self, item: ItemSpec) -> str:
         """The model's path, and the capture axes that the group resolved to."""
         axes = _axes_of(item)
-        if len(self._axes) == 1:
+        if not self._has_axes:
             return self.path_name
         if axes not in self._axes:
             return f"{self.path_name}/none"
         return f"{self.path_name}/{self._axes.index(axes)}"
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
-        """Groups whose capture axes were never captured."""
+        """Groups whose capture axes were never captured, or whose layout differs from eager."""
         axes = _axes_of(items[0])
-        return None if axes in self._axes else f"capture axes {axes} were not captured"
+        if axes not in self._axes:
+            return f"capture axes {axes} were not captured"
+        return "such groups differ from eager" if self._layouts.is_wrong(items) else None
 
     def budgets(self) -> tuple[int, ...]:
         """Token budgets: dense where rows are packed, the model's own powers of two elsewhere."""
@@ -173,11 +181,12 @@ class ProtocolAdapter(EncoderAdapter):
 
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
         """One graph for each budget and combination of capture axes."""
-        many = len(self._axes) > 1
         return tuple(
             Capacity(
                 GraphKey(
-                    self.name, f"{self.path_name}/{number}" if many else self.path_name, budget
+                    self.name,
+                    f"{self.path_name}/{number}" if self._has_axes else self.path_name,
+                    budget,
                 ),
                 rows=budget,
                 tokens=budget,
@@ -214,7 +223,7 @@ class ProtocolAdapter(EncoderAdapter):
         known = self._captured.get(key)
         if known is not None:
             return known
-        axes = self._axes[int(key.path.rpartition("/")[2]) if len(self._axes) > 1 else 0]
+        axes = self._captured_axes(key)
         items, frames = self.limits.items_for(key.size), self.limits.frames_for(key.size)
         captured = Captured(len(self._by_number) + 1, items, frames, {}, {})
         values = self.model_inputs(key.size, axes, self.path_name)
@@ -232,6 +241,9 @@ class ProtocolAdapter(EncoderAdapter):
         self._by_number.append(captured)
         return captured
 
+    def _captured_axes(self, key: GraphKey) -> tuple[Hashable, ...]:
+        return self._axes[int(key.path.rpartition("/")[2])] if self._has_axes else ()
+
     def _boundary_spec(
         self,
         captured: Captured,
@@ -245,7 +257,7 @@ class ProtocolAdapter(EncoderAdapter):
         dummies = -(-rows // bound)
         slots = max(len(value) - 1, captured.frames, captured.items) + dummies
         steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self.device) * bound
-        captured.ends[name] = (rows, steps)
+        captured.ends[name] = Padding(rows, bound, steps)
         return BufferSpec((slots + 1,), value.dtype)
 
     def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
@@ -273,19 +285,25 @@ class ProtocolAdapter(EncoderAdapter):
         buffers = {name: target for name, target in inputs.items() if name != MARKER}
         copy = copies(captured, buffers, self.config.padding_logics)
         frozen = tuple(items)
-        whole = len(self._axes) == 1 and _are_all(frozen)
+        whole = not self._has_axes and _are_all(frozen)
+        doubtful = self._checks_layouts and self._grids() is None
 
         def stage(mm_kwargs: Mapping[str, Any]) -> None:
+            nonlocal doubtful
             if CAPTURE_INPUTS in mm_kwargs:
                 copy(mm_kwargs[CAPTURE_VALUES])
                 return
+            subset = mm_kwargs if whole else self._subset(mm_kwargs, frozen)
             prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
-                mm_kwargs if whole else self._subset(mm_kwargs, frozen),
-                captured.items,
-                captured.frames,
-                self.path_name,
+                subset, captured.items, captured.frames, self.path_name
             )
             copy(prepared.values)
+            if doubtful:
+                self._layouts.compare(
+                    frozen, lambda: self.forward(inputs, {}), lambda: self._own_eager(subset)
+                )
+                doubtful = False
+                copy(prepared.values)  # again: a forward may have worked on its inputs in place
 
         return stage
 
@@ -293,7 +311,7 @@ class ProtocolAdapter(EncoderAdapter):
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], for_graph: bool = True
     ) -> Mapping[str, Any]:
         """The kwargs of these items: all of them as they came, or the model's selection."""
-        if len(self._axes) == 1 and _are_all(items):
+        if not self._has_axes and _are_all(items):
             return mm_kwargs
         positions = [_place_of(item)[0] for item in items]
         if self.rule.shares_kwargs:
@@ -301,7 +319,7 @@ class ProtocolAdapter(EncoderAdapter):
             positions = list(range(_place_of(items[0])[1]))
         subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
         expected = _axes_of(items[0])
-        if for_graph and axes != expected and len(self._axes) > 1:
+        if for_graph and axes != expected:
             raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
         return subset
 
@@ -335,7 +353,9 @@ class ProtocolAdapter(EncoderAdapter):
             values = {name: value for name, value in own.items() if value is not None}
             output = self.model.encoder_cudagraph_forward(values, path=self.path_name)
             return _exactly(output, items[0].tokens)
-        subset = self._subset(mm_kwargs, items, for_graph=False)
+        return self._own_eager(self._subset(mm_kwargs, items, for_graph=False))
+
+    def _own_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
         output = self.model.encoder_eager_forward(subset, path=self.path_name)
         return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 
@@ -352,7 +372,7 @@ class ProtocolAdapter(EncoderAdapter):
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
         """Full, one short of full, many small ones, where the model takes grids; else one full."""
-        axes = self._axes[int(capacity.key.path.rpartition("/")[2]) if len(self._axes) > 1 else 0]
+        axes = self._captured_axes(capacity.key)
         budget, most = capacity.tokens, capacity.items
         modality = self.modalities[0] if self.modalities else "image"
 
@@ -372,7 +392,7 @@ class ProtocolAdapter(EncoderAdapter):
             yield group(*[1] * most)
 
     def _grids(self) -> "_GridRequests | None":
-        if self._grid is None and self.path_name == "default" and len(self._axes) == 1:
+        if self._grid is None and self.path_name == "default" and not self._has_axes:
             self._grid = _GridRequests.find(self)
         return self._grid if self._grid is not None and self._grid.usable else None
 

@@ -133,20 +133,21 @@ def encoders_of(
         own = _own_vision(model, modalities)
         if own is not None:
             return [Encoder(own.name, modalities, {"default": own})]
-    return [_protocol_encoder(model, modalities, limits, device, dtype)]
+    return [_protocol_encoder(model, modalities, limits, settings, device, dtype)]
 
 
 def _protocol_encoder(
     model: Any,
     modalities: tuple[str, ...],
     limits: Limits,
+    settings: Settings,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Encoder:
     dialect = Dialect()
     paths = dialect.paths(model.get_encoder_cudagraph_config())
     adapters = {
-        path: ProtocolAdapter(model, dialect, path, rule, limits, device, dtype)
+        path: ProtocolAdapter(model, dialect, path, rule, limits, settings, device, dtype)
         for path, rule in paths.items()
     }
 

@@ -300,3 +300,71 @@ class CaptureAxes(Base):
 
     def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
         return list(self.tower(mm_kwargs["pixel_values"]) * max(mm_kwargs["scales"]))
+
+
+class Slots(Base):
+    """Images of 2 or 4 tokens in slots of 4, gathered by index: the indices count in slots of the
+    group's own size, so that they fit no graph with larger ones."""
+
+    def __init__(self, right: bool = False) -> None:
+        super().__init__()
+        self.right = right
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        def pad(target: torch.Tensor, source: torch.Tensor) -> None:
+            target.zero_()
+            target[: len(source), : source.shape[1]].copy_(source)
+
+        return config(padding_logics={"pixel_values": pad})
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        images, tokens = mm_kwargs["pixel_values"].shape[:2]
+        return [spec(tokens, tokens) for _ in range(images)]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        return types.SimpleNamespace(
+            values={
+                "pixel_values": torch.randn(max_batch_size, 4, 8),
+                "gather": torch.zeros(token_budget, dtype=torch.long),
+            }
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], items: int, frames: int, path: str = "default"
+    ) -> Any:
+        pixels = mm_kwargs["pixel_values"]
+        slot = 4 if self.right else pixels.shape[1]
+        places = torch.arange(len(pixels))[:, None] * slot + torch.arange(pixels.shape[1])
+        return types.SimpleNamespace(values={"pixel_values": pixels, "gather": places.flatten()})
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return self.tower(inputs["pixel_values"]).flatten(0, 1)[inputs["gather"]]
+
+
+class OneAxis(CaptureAxes):
+    """A capture axis of one key; the selection makes what the buffers are prepared from."""
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        return config(capture_axes=((1,),))
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        return super().select_encoder_cudagraph_items(mm_kwargs, indices) | {"selected": True}
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], items: int, frames: int, path: str = "default"
+    ) -> Any:
+        assert mm_kwargs["selected"]
+        return super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, path)

@@ -8,11 +8,11 @@ import torch
 pytestmark = pytest.mark.vllm
 
 
-def executor_for(engine: Any, model: Any) -> Any:
+def executor_for(engine: Any, model: Any, self_check: str = "full") -> Any:
     from graphhal.vllm_worker import executor
 
     engine.compilation_config.encoder_cudagraph_token_budgets = []
-    engine.additional_config["graphhal"]["self_check"] = "full"
+    engine.additional_config["graphhal"]["self_check"] = self_check
     made = executor.build(engine, torch.device("cpu"), torch.float32, model)
     made.capture(None)
     return made
@@ -140,6 +140,55 @@ def test_a_tower_whose_graph_differs_from_eager_loses_it(engine: Any) -> None:
     served = executor_for(engine, Differs())
     assert served.stats()["graph_count"] == 0
     assert served.execute({"pixel_values": torch.randn(1, 4, 8)}) is None
+
+
+def test_buffers_that_a_model_prepares_wrongly_are_never_replayed(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Gemma 4 does for films: its dummy inputs cannot show it, so the first group of every
+    layout is compared with eager."""
+    import vllm_on_cpu as on_cpu
+    from protocol_models import Slots
+
+    model = Slots()
+    served = executor_for(engine, model)
+    assert served.stats()["dropped"] == []
+    one, two = torch.randn(1, 2, 8), torch.randn(2, 2, 8)
+    full = {"pixel_values": torch.randn(2, 4, 8)}
+    for _ in range(2):
+        assert equal(
+            served.execute({"pixel_values": one}), model.embed_multimodal(pixel_values=one)
+        )
+        assert equal(served.execute(full), model.embed_multimodal(**full))
+    with on_cpu.log_of("graphhal.vllm_worker.protocol_adapter", caplog):
+        assert served.execute({"pixel_values": two}) is None
+    assert "2 items of 2, 2 tokens" in caplog.text
+    model.encoder_eager_forward = lambda *a, **k: pytest.fail("compared again")  # type: ignore[method-assign]
+    assert served.execute({"pixel_values": two}) is None
+    assert equal(served.execute(full), model.embed_multimodal(**full))
+    stats = served.stats()
+    assert stats["misses"] == {"image": {"the adapter does not replay such a group": 4}}
+    assert stats["hits"] == {"image": 8}
+
+
+def test_layouts_are_not_compared_where_the_self_check_is_off(engine: Any) -> None:
+    from protocol_models import Slots
+
+    model = Slots(right=True)
+    served = executor_for(engine, model, self_check="off")
+    model.encoder_eager_forward = lambda *a, **k: pytest.fail("compared")  # type: ignore[method-assign]
+    group = {"pixel_values": torch.randn(2, 2, 8)}
+    assert equal(served.execute(group), model.embed_multimodal(**group))
+
+
+def test_a_single_key_on_an_axis_is_still_selected_for(engine: Any) -> None:
+    from protocol_models import OneAxis
+
+    model = OneAxis()
+    served = executor_for(engine, model)
+    group = {"pixel_values": torch.randn(2, 4, 8), "scales": [1, 1]}
+    assert equal(served.execute(group), model.embed_multimodal(**group))
+    assert served.execute({"pixel_values": torch.randn(1, 4, 8), "scales": [7]}) is None
 
 
 def test_the_old_spelling_of_two_paths() -> None:
