@@ -18,8 +18,10 @@ WHOLE = 128
 """A tower of at most so many tensors is checked whole on every request: 10 µs or less."""
 WINDOW = 16
 """Tensors of a larger tower checked on every request; some 350 at once would take 30 µs or more."""
-FULL_CHECK_SECONDS = 0.1
-"""A request later than this after the last full check makes one: idle servers check every time."""
+PAUSE_SECONDS = 0.1
+"""The first request after a pause of this length checks every tensor: reloads take longer."""
+FULL_CHECK_SECONDS = 1.0
+"""So does a request later than this after the last full check, however busy the server is."""
 
 
 _registrations = count(1)
@@ -50,7 +52,7 @@ class WeightWatch:
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
     (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does. A
     replacement is noticed by the next request, because PyTorch tells of it; other storage under a
-    few of more than `WHOLE` tensors may take `FULL_CHECK_SECONDS`.
+    few of more than `WHOLE` tensors by the first one after a pause, or in turn.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -65,7 +67,7 @@ class WeightWatch:
         self._next = 0
         _watch_registrations()
         self._registered = _registered
-        self._checked_at = monotonic()
+        self._checked_at = self._asked_at = monotonic()
 
     def moved(self) -> bool:
         """Whether any tensor was replaced, or its memory moved. Host work only, no device read."""
@@ -74,12 +76,15 @@ class WeightWatch:
         return any(window.moved() for window in self._windows)
 
     def moved_lately(self) -> bool:
-        """As `moved`, cheap enough for every request: a window in turn, all of them when idle and
-        where any module was given something new."""
+        """As `moved`, cheap enough for every request: a window in turn; all of them after a pause,
+        from time to time, and where any module was given something new."""
+        now = monotonic()
+        pause, self._asked_at = now - self._asked_at, now
         if (
             len(self._windows) > 1
             and self._registered == _registered
-            and monotonic() - self._checked_at < FULL_CHECK_SECONDS
+            and pause < PAUSE_SECONDS
+            and now - self._checked_at < FULL_CHECK_SECONDS
         ):
             self._next = (self._next + 1) % len(self._windows)
             return self._windows[self._next].moved()

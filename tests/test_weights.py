@@ -152,12 +152,12 @@ def test_a_busy_server_notices_within_as_many_requests_as_windows(clock):
         watch = WeightWatch([made])
 
 
-def test_an_idle_server_notices_at_the_first_request(clock):
+def test_the_first_request_after_a_pause_notices(clock):
     made = Many(WHOLE + 1)
     watch = WeightWatch([made])
     for position in (0, WINDOW, WHOLE):
         made.tensors[position].data = torch.zeros(1)
-        clock[0] += 1.5 * weights.FULL_CHECK_SECONDS
+        clock[0] += 1.5 * weights.PAUSE_SECONDS
         assert watch.moved_lately()
         watch = WeightWatch([made])
 
@@ -166,10 +166,14 @@ def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
     made = Many(WHOLE + 1)
     watch = WeightWatch([made])
     made.tensors[0].data = torch.zeros(1)
-    watch._next = 0  # the window just looked at
-    clock[0] += weights.FULL_CHECK_SECONDS / 2
-    assert not watch.moved_lately()
-    clock[0] += weights.FULL_CHECK_SECONDS
+    step = weights.PAUSE_SECONDS / 2
+    requests = int(weights.FULL_CHECK_SECONDS / step)
+    for request in range(requests - 1):
+        watch._next = 0  # the window with the tensor was just looked at
+        clock[0] += step
+        assert not watch.moved_lately(), request
+    watch._next = 0
+    clock[0] += 1.5 * step
     assert watch.moved_lately()
 
 
