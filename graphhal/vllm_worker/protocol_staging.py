@@ -17,6 +17,21 @@ Copy = Callable[[torch.Tensor], Any]
 Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What follows the last sequence of a boundary buffer.
+
+    Attributes:
+        rows: of the graph; the last dummy sequence ends there.
+        bound: rows of a sequence, at most.
+        steps: multiples of the bound, from one of it, on the buffer's device.
+    """
+
+    rows: int
+    bound: int
+    steps: torch.Tensor
+
+
 @dataclass(slots=True)
 class Captured:
     """What one graph was captured with.
@@ -27,7 +42,7 @@ class Captured:
         frames: that its buffers hold.
         specs: static inputs, by name.
         constants: host tensors, baked into the graph.
-        ends: per boundary buffer, its rows, and the ends of dummy sequences after the last one.
+        ends: the padding of each boundary buffer.
     """
 
     number: int
@@ -35,7 +50,7 @@ class Captured:
     frames: int
     specs: dict[str, BufferSpec]
     constants: dict[str, torch.Tensor]
-    ends: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    ends: dict[str, Padding] = field(default_factory=dict)
 
 
 def copies(
@@ -113,7 +128,7 @@ def _copy(
     padding_logics: Mapping[str, PaddingLogic],
 ) -> Copy:
     if name in captured.ends:
-        return _copy_ends(name, target, *captured.ends[name])
+        return _copy_ends(name, target, captured.ends[name])
     if target.dim() == 0:
         return target.copy_
     logic = padding_logics[name]
@@ -145,9 +160,10 @@ def _rows(name: str, target: torch.Tensor) -> Split:
     return split
 
 
-def _copy_ends(name: str, target: torch.Tensor, rows: int, steps: torch.Tensor) -> Copy:
+def _copy_ends(name: str, target: torch.Tensor, padding: Padding) -> Copy:
     """Boundaries, then the padding as dummy sequences no longer than the bound, then repeats."""
-    room = target.shape[0]
+    room, rows, steps = target.shape[0], padding.rows, padding.steps
+    one_dummy = rows <= padding.bound  # however much is left, one sequence takes it
     views: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def copy(source: torch.Tensor) -> None:
@@ -162,8 +178,11 @@ def _copy_ends(name: str, target: torch.Tensor, rows: int, steps: torch.Tensor) 
             views[count] = target[:count], target[count - 1], steps[: room - count], target[count:]
         head, last, further, tail = views[count]
         head.copy_(source)
-        torch.add(last, further, out=tail)
-        tail.clamp_(max=rows)
+        if one_dummy:
+            tail.fill_(rows)
+        else:
+            torch.add(last, further, out=tail)
+            tail.clamp_(max=rows)
 
     return copy
 

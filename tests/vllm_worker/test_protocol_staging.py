@@ -4,13 +4,18 @@ import pytest
 import torch
 
 from graphhal.errors import RefusedError
-from graphhal.vllm_worker.protocol_staging import KEPT_VIEWS, Captured, copies
+from graphhal.vllm_worker.protocol_staging import KEPT_VIEWS, Captured, Padding, copies
 
 NAN = float("nan")
 
 
 def captured(**options) -> Captured:
     return Captured(1, 4, 4, {}, options.get("constants", {}), options.get("ends", {}))
+
+
+def padding(bound: int) -> Padding:
+    """Of a buffer with five sequence slots, sixteen rows in all."""
+    return Padding(16, bound, torch.arange(1, 6, dtype=torch.int32) * bound)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4, 6])
@@ -82,18 +87,22 @@ def test_the_models_own_padding_is_used_and_still_has_to_fit():
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("bound", "source", "expected"),
     [
-        ([0, 5], [0, 5, 9, 13, 16, 16]),
-        ([0, 5, 16], [0, 5, 16, 16, 16, 16]),
-        ([0, 2, 4], [0, 2, 4, 8, 12, 16]),
-        ([0, 1, 2, 3, 4, 16], [0, 1, 2, 3, 4, 16]),
+        (4, [0, 5], [0, 5, 9, 13, 16, 16]),
+        (4, [0, 5, 16], [0, 5, 16, 16, 16, 16]),
+        (4, [0, 2, 4], [0, 2, 4, 8, 12, 16]),
+        (4, [0, 1, 2, 3, 4, 16], [0, 1, 2, 3, 4, 16]),
+        (15, [0, 1], [0, 1, 16, 16, 16, 16]),
+        (15, [0], [0, 15, 16, 16, 16, 16]),
+        (16, [0, 5], [0, 5, 16, 16, 16, 16]),
+        (16, [0], [0, 16, 16, 16, 16, 16]),
+        (40, [0, 1, 2], [0, 1, 2, 16, 16, 16]),
     ],
 )
-def test_padding_rows_are_sequences_no_longer_than_the_bound(source, expected):
-    ends = {"cu_seqlens": (16, torch.arange(1, 6, dtype=torch.int32) * 4)}
+def test_padding_rows_are_sequences_no_longer_than_the_bound(bound, source, expected):
     target = torch.full((6,), -7, dtype=torch.int32)
-    copy = copies(captured(ends=ends), {"cu_seqlens": target}, {})
+    copy = copies(captured(ends={"cu_seqlens": padding(bound)}), {"cu_seqlens": target}, {})
     for _ in range(2):
         target.fill_(-7)
         copy({"cu_seqlens": torch.tensor(source, dtype=torch.int32)})
@@ -102,8 +111,8 @@ def test_padding_rows_are_sequences_no_longer_than_the_bound(source, expected):
 
 @pytest.mark.parametrize("source", [[], list(range(7)), [[0, 1]]])
 def test_boundaries_that_do_not_fit_are_refused(source):
-    ends = {"cu_seqlens": (16, torch.arange(1, 6, dtype=torch.int32) * 4)}
-    copy = copies(captured(ends=ends), {"cu_seqlens": torch.zeros(6, dtype=torch.int32)}, {})
+    target = torch.zeros(6, dtype=torch.int32)
+    copy = copies(captured(ends={"cu_seqlens": padding(4)}), {"cu_seqlens": target}, {})
     with pytest.raises(RefusedError, match="cu_seqlens is"):
         copy({"cu_seqlens": torch.tensor(source, dtype=torch.int32)})
 
