@@ -162,22 +162,38 @@ class EncoderGraphs:
     def try_replay(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """As `run`, but None, with a counted miss, where any item would run eagerly."""
         items = self.adapter.item_specs(mm_kwargs)
+        with self._lock:
+            outputs = self.replay_items(mm_kwargs, items)
+            if isinstance(outputs, MissReason):
+                self.statistics.count_misses(items, outputs)
+                return None
+            self.statistics.count_hits(items)
+            return outputs
+
+    def miss_reason(self, items: tuple[ItemSpec, ...]) -> MissReason | None:
+        """Why the plan of these items runs any of them eagerly; None where it replays all."""
+        with self._lock:
+            steps = self._plans.of(items).steps if items else ()
+            return next((step.reason for step in steps if isinstance(step, Eager)), None)
+
+    def replay_items(
+        self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...]
+    ) -> list[torch.Tensor] | MissReason:
+        """As `try_replay`, for a caller that counts hits and misses itself: why any item would run
+        eagerly."""
         if not items:
             return []
         with self._lock:
             group = self._plans.of(items)
             for step in group.steps:
                 if isinstance(step, Eager):
-                    self.statistics.count_misses(items, step.reason)
-                    return None
+                    return step.reason
             output = GroupOutput(group.starts[-1])
             for step in group.steps:
                 if isinstance(step, PreparedReplay):
                     reason = self._replay(mm_kwargs, step, output)
                     if reason is not None:
-                        self.statistics.count_misses(items, reason)
-                        return None
-            self.statistics.count_hits(items)
+                        return reason
             return split_items(output.filled(), group.starts)
 
     def run_eager(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from graphhal.data_parallel import DataParallelEncoder
 from graphhal.discovery import open_platform
 from graphhal.errors import GraphhalError, InputError, NoPlatformError, SettingsError
 from graphhal.peers import DistributedPeers, Peers
+from graphhal.plan import MissReason
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
@@ -101,21 +102,40 @@ class _Served:
 
     def encode(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """By replay; None where any item must run eagerly. Over several ranks always encodes."""
+        combine = self.encoder.combine
+        if self._shared is not None:
+            made = {path: shared.run(mm_kwargs) for path, shared in self._shared.items()}
+            return next(iter(made.values())) if combine is None else self._combined(made, mm_kwargs)
+        if combine is None:
+            return next(iter(self.graphs.values())).try_replay(mm_kwargs)
+        return self._replay_paths(mm_kwargs)
+
+    def _replay_paths(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """All paths or none; an item counts once, however many of them it takes."""
+        items = {path: g.adapter.item_specs(mm_kwargs) for path, g in self.graphs.items()}
+        most = max(items, key=lambda path: len(items[path]))
+        statistics = self.graphs[most].statistics
         made: dict[str, list[torch.Tensor]] = {}
+        reasons = (graphs.miss_reason(items[path]) for path, graphs in self.graphs.items())
+        reason = next((each for each in reasons if each is not None), None)
         for path, graphs in self.graphs.items():
-            if self._shared is not None:
-                outputs: list[torch.Tensor] | None = self._shared[path].run(mm_kwargs)
-            else:
-                outputs = graphs.try_replay(mm_kwargs)
-            if outputs is None:
+            outputs = reason or graphs.replay_items(mm_kwargs, items[path])
+            if isinstance(outputs, MissReason):
+                statistics.count_misses(items[most], outputs)
                 return None
             made[path] = outputs
-        combine = self.encoder.combine
-        if combine is None:
-            return next(iter(made.values()))
+        joined = self._combined(made, mm_kwargs)
+        statistics.count_hits(items[most])
+        return joined
+
+    def _combined(
+        self, made: Mapping[str, list[torch.Tensor]], mm_kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """The items' outputs, by the model's own code, from what its paths made."""
+        assert self.encoder.combine is not None
         joined = {path: _joined(parts) for path, parts in made.items() if parts}
         specs = self._any_adapter().model.get_encoder_cudagraph_item_specs(mm_kwargs)
-        return combine(joined, [spec.output_tokens for spec in specs], mm_kwargs)
+        return self.encoder.combine(joined, [spec.output_tokens for spec in specs], mm_kwargs)
 
     def _any_adapter(self) -> Any:
         return next(iter(self.encoder.adapters.values()))

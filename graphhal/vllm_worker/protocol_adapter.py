@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
-from graphhal.errors import AdapterError, RefusedError
+from graphhal.errors import AdapterError, InputError, RefusedError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import Platform
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MARKER = "graph_number"
 """A static input that nothing reads: its length tells which graph a forward belongs to."""
+NEVER = 2**30
+"""Tokens of an item that its model never wants in a graph (Kimi K2.5: chunks of films)."""
 EAGER = "eager_request"
 """The input that tells `forward` to run the model's own eager code."""
 CAPTURE_INPUTS = "graphhal_capture_inputs"
@@ -108,16 +110,28 @@ class ProtocolAdapter(EncoderAdapter):
         return tower_modules(self.model)
 
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
-        """Items of this path; rows are output tokens."""
+        """Items of this path; rows are output tokens.
+
+        Raises:
+            InputError: the model's code for graphs does not take these inputs.
+        """
         if CAPTURE_INPUTS in mm_kwargs:
             items: tuple[ItemSpec, ...] = mm_kwargs[CAPTURE_INPUTS]
             return items
+        try:
+            return self._own_specs(mm_kwargs)
+        except Exception as error:  # the model's own code: eager is another part of it
+            raise InputError(f"{self.name} sizes no such items: {error!r}") from error
+
+    def _own_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
         modality = self.model.get_input_modality(mm_kwargs)
         axes = self._axes_of(mm_kwargs)
         specs: list[ItemSpec] = []
         every = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
         for position, spec in enumerate(every):
             tokens = self.dialect.path_tokens(spec, self.path_name)
+            if tokens >= NEVER:
+                raise ValueError(f"item {position} is never to be in a graph")
             if tokens:
                 place = (position, len(every))
                 specs.append(self._item(len(specs), modality, tokens, place, axes))
@@ -293,11 +307,16 @@ class ProtocolAdapter(EncoderAdapter):
             if CAPTURE_INPUTS in mm_kwargs:
                 copy(mm_kwargs[CAPTURE_VALUES])
                 return
-            subset = mm_kwargs if whole else self._subset(mm_kwargs, frozen)
-            prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
-                subset, captured.items, captured.frames, self.path_name
-            )
-            copy(prepared.values)
+            try:
+                subset = mm_kwargs if whole else self._subset(mm_kwargs, frozen)
+                prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
+                    subset, captured.items, captured.frames, self.path_name
+                )
+                copy(prepared.values)
+            except RefusedError:
+                raise
+            except Exception as error:  # the model's own code, and its padding: eager needs neither
+                raise RefusedError(f"the model prepares no buffers: {error!r}") from error
             if doubtful:
                 self._layouts.compare(
                     frozen, lambda: self.forward(inputs, {}), lambda: self._own_eager(subset)

@@ -191,6 +191,62 @@ def test_a_single_key_on_an_axis_is_still_selected_for(engine: Any) -> None:
     assert served.execute({"pixel_values": torch.randn(1, 4, 8), "scales": [7]}) is None
 
 
+@pytest.mark.parametrize(
+    "step", ["prepare_encoder_cudagraph_replay_buffers", "get_encoder_cudagraph_item_specs"]
+)
+def test_what_a_models_code_raises_costs_the_replay_alone(engine: Any, step: str) -> None:
+    """As where films overflow what was captured: eager would serve them."""
+    from protocol_models import Base
+
+    model = Base()
+    served = executor_for(engine, model)
+    group = {"pixel_values": torch.randn(2, 4, 8)}
+    assert served.execute(group) is not None
+
+    def overflow(*args: Any) -> Any:
+        raise ValueError("index can't contain negative values")
+
+    own = getattr(model, step)
+    setattr(model, step, overflow)
+    assert served.execute(group) is None
+    setattr(model, step, own)
+    assert served.execute(group) is not None
+    assert served.stats()["graph_misses"] > 0
+    assert served.stats()["hits"] == {"image": 4}
+
+
+def test_an_item_that_no_graph_may_take_runs_in_the_models_own_code(engine: Any) -> None:
+    """Kimi K2.5 gives chunks of films 2**30 tokens; an eager call of ours would make fewer."""
+    from protocol_models import Base, spec
+
+    model = Base()
+    served = executor_for(engine, model)
+    model.get_encoder_cudagraph_item_specs = lambda _: [spec(4, 2**30)]  # type: ignore[method-assign]
+    (encoder,) = served._served
+    assert served.execute({"pixel_values": torch.randn(1, 4, 8)}) is None
+    encoder._shared = encoder.graphs  # ranks that share items always encode: never this one
+    assert served.execute({"pixel_values": torch.randn(1, 4, 8)}) is None
+    assert served.stats()["misses"] == {"image": {"inputs that the adapter does not know": 2}}
+
+
+def test_an_item_of_several_paths_counts_once(engine: Any) -> None:
+    from protocol_models import TwoPaths
+
+    served = executor_for(engine, TwoPaths())
+    for crops in ([1, 0, 2], [40], [2]):
+        group = {
+            "pixel_values": torch.randn(len(crops), 4, 8),
+            "crops": torch.randn(sum(crops), 2, 8),
+            "num_crops": crops,
+        }
+        served.execute(group)
+    stats = served.stats()
+    assert stats["hits"] == {"image": 4}
+    assert stats["misses"] == {"image": {"more rows than the largest graph": 1}}
+    assert sum(stats["item_tokens"].values()) == 5
+    assert stats["replays"]["TwoPaths_global/global[16]"] == 1
+
+
 def test_the_old_spelling_of_two_paths() -> None:
     import types
 
