@@ -132,15 +132,14 @@ def _capture_here(
             pool.warm_libraries()
         finally:
             pool.end()
-        with torch.no_grad():
-            for _ in range(request.warmups):
-                request.forward()
-        torch.cuda.synchronize(pool.index)
+        peak = _warm_up(request, pool)
     except Exception as error:  # a forward may raise anything; its inputs then run eagerly
         raise explained(request.key, error, "warm-up") from error
     transient = max(0, torch.cuda.memory_reserved(pool.index) - before)
     _settle(pool)
     reserved, free = torch.cuda.memory_reserved(pool.index), torch.cuda.mem_get_info(pool.index)[0]
+    if peak:
+        pool.reserve(peak)
     recording = Recording(_record(request, pool, error_mode), pool, transient)
     try:
         _first_replay(request, recording, check_replay)
@@ -159,6 +158,22 @@ def _capture_here(
         num_bytes=max(0, settled - before) + beside,
         poison=pool.poison if pool.shared else None,
     )
+
+
+def _warm_up(request: CaptureRequest, pool: GraphPool) -> int:
+    """Run the forward; for a pool's first graph, the bytes that the last pass held at once.
+
+    The allocator keeps one peak for the whole process, which is reset for it.
+    """
+    held: int | None = None
+    with torch.no_grad():
+        for left in reversed(range(request.warmups)):
+            if left == 0 and pool.graphs == 0:
+                torch.cuda.reset_peak_memory_stats(pool.index)
+                held = torch.cuda.memory_allocated(pool.index)
+            request.forward()
+    torch.cuda.synchronize(pool.index)
+    return 0 if held is None else torch.cuda.max_memory_allocated(pool.index) - held
 
 
 def _settle(pool: GraphPool) -> None:

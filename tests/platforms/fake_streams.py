@@ -57,6 +57,8 @@ class FakeTorch:
         self.generator_captures = False
         self.capturing: dict[int, FakeGraph] = {}
         self.reserved = self.cached = 0
+        self.allocated = self.peak = 2**30
+        self.max_split_size = -1
         self.free_bytes = 10 * 2**30
         self.device_gone = False
         self.replay_body: Callable[[], None] | None = None
@@ -99,6 +101,10 @@ class FakeTorch:
             synchronize=fake.synchronize,
             empty_cache=fake.empty_cache,
             memory_reserved=lambda _=None: fake.reserved + fake.cached,
+            memory_allocated=lambda _=None: fake.allocated,
+            max_memory_allocated=lambda _=None: fake.peak,
+            reset_peak_memory_stats=fake.reset_peak,
+            memory_stats=lambda _=None: {"max_split_size": fake.max_split_size},
             mem_get_info=lambda _=None: (fake.free_bytes, 80 * 2**30),
         )
         self._C = SimpleNamespace(
@@ -120,8 +126,8 @@ class FakeTorch:
     # tensors: on the host, with a note of where the allocator would have put them
 
     def empty(self, shape: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
-        self.allocate("empty")
-        return torch.empty(shape, dtype=dtype)
+        self.allocate("empty", shape)
+        return torch.empty(0 if isinstance(shape, int) else shape, dtype=dtype)
 
     def zeros(self, shape: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
         self.allocate("zeros")
@@ -131,10 +137,9 @@ class FakeTorch:
         self.log.append(f"full {shape[0]} pool={self.routed() is not None}")
         return torch.full((1,), value, dtype=dtype)
 
-    def allocate(self, what: str) -> None:
-        self.log.append(
-            f"{what} pool={self.routed() is not None} stream={self.current().stream_id}"
-        )
+    def allocate(self, what: str, size: Any = None) -> None:
+        place = f"pool={self.routed() is not None} stream={self.current().stream_id}"
+        self.log.append(f"{what} {place}" + (f" bytes={size}" if isinstance(size, int) else ""))
 
     def routed(self) -> tuple[int, int] | None:
         for pool, thread in self.routing:
@@ -208,6 +213,9 @@ class FakeTorch:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     # allocator
+
+    def reset_peak(self, _: Any = None) -> None:
+        self.peak = self.allocated
 
     def empty_cache(self) -> None:
         self.cached = 0

@@ -103,6 +103,53 @@ def test_workspaces_are_allocated_inside_the_pool_before_the_first_warm_up(fake)
     assert steps[:2] == ["pool=False"] * 2  # what a warm-up keeps must not lie in graph memory
 
 
+def peaking(fake, bytes_at_once: list[int]):
+    """A forward that holds so many bytes at once, pass by pass."""
+    passes = iter(bytes_at_once)
+
+    def forward() -> None:
+        fake.peak = max(fake.peak, fake.allocated + next(passes))
+        fake.log.append("forward")
+
+    return forward
+
+
+def reserved(fake) -> list[str]:
+    return [line for line in fake.log if "bytes=" in line or line.startswith(("begin", "forward"))]
+
+
+def test_a_pool_begins_with_one_piece_as_large_as_what_the_last_warm_up_held(fake):
+    graph = captured(fake, forward=peaking(fake, [900, 500, 0]))
+    piece = f"empty pool=True stream={graph.pool.stream.stream_id} bytes=500"
+    assert reserved(fake) == ["forward", "forward", piece, "begin thread_local", "forward"]
+    assert not fake.routing
+    fake.log.clear()
+    captured(fake, pool=graph.pool, forward=peaking(fake, [300, 300, 0]))
+    assert reserved(fake) == ["forward", "forward", "begin thread_local", "forward"]
+
+
+def test_without_a_warm_up_nothing_is_reserved(fake):
+    fake.peak = 2 * fake.allocated
+    captured(fake, warmups=0)
+    assert not any("bytes=" in line for line in fake.log)
+
+
+@pytest.mark.parametrize(("largest_cut", "pieces"), [(-1, 1), (499, 0), (500, 1)])
+def test_no_piece_is_reserved_that_the_allocator_would_not_cut(fake, largest_cut, pieces):
+    fake.max_split_size = largest_cut
+    captured(fake, forward=peaking(fake, [500, 500, 0]))
+    assert sum("bytes=" in line for line in fake.log) == pieces
+
+
+def test_a_piece_that_cannot_be_had_is_done_without(fake, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(fake, "empty", full)
+    captured(fake, forward=peaking(fake, [500, 500, 0]))
+    assert not fake.routing
+
+
 def test_workspaces_are_allocated_again_after_any_graph_is_reset(fake):
     first = captured(fake)
     second = captured(fake, pool=first.pool)
