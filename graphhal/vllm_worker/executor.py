@@ -124,7 +124,12 @@ class _Served:
                 statistics.count_misses(items[most], outputs)
                 return None
             made[path] = outputs
-        joined = self._combined(made, mm_kwargs)
+        try:
+            joined = self._combined(made, mm_kwargs)
+        except Exception:  # the model's own code: eager is another part of it
+            log.debug("%s: its paths cannot be put together", self.encoder.name, exc_info=True)
+            statistics.count_misses(items[most], MissReason.REFUSED)
+            return None
         statistics.count_hits(items[most])
         return joined
 
@@ -205,7 +210,8 @@ class EncoderGraphExecutor:
             None if file is None else Path(file.replace("{pid}", str(os.getpid()))),
             self.stats,
         )
-        self.token_budgets = self._budgets()
+        with _vllm_context(vllm_config):  # a model may be asked what it makes of a token
+            self.token_budgets = self._budgets()
         _alive.add(self)
         atexit.register(_say_goodbye, weakref.ref(self))
 

@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
-from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,9 @@ from graphhal.errors import AdapterError, InputError, RefusedError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import Platform
+from graphhal.self_check import TOLERANCE, Difference
 from graphhal.settings import SelfCheck, Settings
+from graphhal.vllm_worker import grid_requests
 from graphhal.vllm_worker.layout_check import LayoutCheck
 from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule
@@ -92,7 +93,10 @@ class ProtocolAdapter(EncoderAdapter):
         self._captured: dict[GraphKey, Captured] = {}
         self._by_number: list[Captured] = []
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
-        self._grid: _GridRequests | None = None
+        self._grid: grid_requests.GridRequests | None = None
+        self._sought_grid = False
+        self._host_values: Mapping[str, torch.Tensor] = {}
+        self._scatters_only = dialect.scatters_only(model)
         self._keeps_boundaries = _scales_boundaries(model)
         self._budgets: tuple[int, ...] | None = None
 
@@ -124,7 +128,8 @@ class ProtocolAdapter(EncoderAdapter):
             raise InputError(f"{self.name} sizes no such items: {error!r}") from error
 
     def _own_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
-        modality = self.model.get_input_modality(mm_kwargs)
+        only = self.modalities[0] if len(self.modalities) == 1 else None
+        modality = only or self.model.get_input_modality(mm_kwargs)
         axes = self._axes_of(mm_kwargs)
         specs: list[ItemSpec] = []
         every = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
@@ -156,7 +161,7 @@ class ProtocolAdapter(EncoderAdapter):
             index=index,
             modality=modality,
             rows=tokens,
-            tokens=tokens,
+            tokens=tokens * self._rows_per_token(),
             sequences={},
             signature=(tokens, place, axes),
         )
@@ -203,7 +208,7 @@ class ProtocolAdapter(EncoderAdapter):
                     budget,
                 ),
                 rows=budget,
-                tokens=budget,
+                tokens=budget * self._rows_per_token(),
                 items=self.limits.items_for(budget),
                 sequences={},
             )
@@ -245,7 +250,7 @@ class ProtocolAdapter(EncoderAdapter):
             if value is None:
                 continue
             if value.device.type == "cpu" and (value.dim() == 0 or self.device.type != "cpu"):
-                captured.constants[name] = value
+                captured.constants[name] = _safe_bound(name, value, values)
             elif name in BOUNDS and not self._keeps_boundaries:
                 captured.specs[name] = self._boundary_spec(captured, name, value, values)
             else:
@@ -266,8 +271,9 @@ class ProtocolAdapter(EncoderAdapter):
         values: Mapping[str, torch.Tensor | None],
     ) -> BufferSpec:
         rows = int(value[-1])
-        scalars = (values.get(scalar) for scalar in BOUNDS[name])
-        bound = next((int(scalar) for scalar in scalars if scalar is not None), 0) or rows
+        scalars = [(scalar, values.get(scalar)) for scalar in BOUNDS[name]]
+        bounds = (int(_safe_bound(n, each, values)) for n, each in scalars if each is not None)
+        bound = next(bounds, 0) or rows
         dummies = -(-rows // bound)
         slots = max(len(value) - 1, captured.frames, captured.items) + dummies
         steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self.device) * bound
@@ -361,7 +367,7 @@ class ProtocolAdapter(EncoderAdapter):
             values | captured.constants, path=self.path_name
         )
         budget = next(key.size for key, value in self._captured.items() if value is captured)
-        return _exactly(output, budget)
+        return _exactly(output, budget * self._rows_per_token())
 
     def _eager_forward(self) -> torch.Tensor:
         if self._request is None:
@@ -375,6 +381,9 @@ class ProtocolAdapter(EncoderAdapter):
         return self._own_eager(self._subset(mm_kwargs, items, for_graph=False))
 
     def _own_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
+        return self._unpadded(subset) if self._rows_per_token() > 1 else self._models_eager(subset)
+
+    def _models_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
         output = self.model.encoder_eager_forward(subset, path=self.path_name)
         return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 
@@ -382,17 +391,17 @@ class ProtocolAdapter(EncoderAdapter):
         """Pictures of a grid, where the model takes such; else the model's own dummy inputs."""
         grids = self._grids()
         if grids is not None:
-            return grids.request(items, seed, self.device)
+            return grids.request([item.rows for item in items], seed, self.device)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
-            values = self.model_inputs(items[0].tokens, _axes_of(items[0]), self.path_name)
+            values = self.model_inputs(items[0].rows, _axes_of(items[0]), self.path_name)
         return {CAPTURE_INPUTS: tuple(items), CAPTURE_VALUES: values}
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
         """Full, one short of full, many small ones, where the model takes grids; else one full."""
         axes = self._captured_axes(capacity.key)
-        budget, most = capacity.tokens, capacity.items
+        budget, most = capacity.rows, capacity.items
         modality = self.modalities[0] if self.modalities else "image"
 
         def group(*tokens: int) -> tuple[ItemSpec, ...]:
@@ -410,61 +419,55 @@ class ProtocolAdapter(EncoderAdapter):
             yield group(*[small] * (most - 1), budget - small * (most - 1))
             yield group(*[1] * most)
 
-    def _grids(self) -> "_GridRequests | None":
-        if self._grid is None and self.path_name == "default" and not self._has_axes:
-            self._grid = _GridRequests.find(self)
-        return self._grid if self._grid is not None and self._grid.usable else None
+    def _unpadded(self, mm_kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """What the graph computes, without its padding: rows that the model merges afterwards."""
+        count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
+        prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
+            mm_kwargs, count, max(count, self.limits.frames), self.path_name
+        )
+        values = {name: value for name, value in prepared.values.items() if value is not None}
+        for name, value in self._host_values.items():  # what a model bakes it may not prepare again
+            values.setdefault(name, _safe_bound(name, value, values))
+        output: torch.Tensor = self.model.encoder_cudagraph_forward(values, path=self.path_name)
+        return output.reshape(-1, output.shape[-1])
 
+    def _grids(self) -> grid_requests.GridRequests | None:
+        if self._sought_grid or self.path_name != "default" or self._has_axes:
+            return self._grid
+        self._sought_grid = True
+        budget = min(self.budgets())
+        inputs = self.model_inputs(budget, (), "default")
+        self._host_values = {
+            name: value
+            for name, value in inputs.items()
+            if value is not None and value.device.type == "cpu" and value.dim() == 0
+        }
+        found = grid_requests.find(self.model, budget, inputs)
+        if found is not None and not self._scatters_only:
+            found = self._merging(found, budget)
+        self._grid = found
+        return found
 
-@dataclass(frozen=True, slots=True)
-class _GridRequests:
-    """Writes requests for models that take `pixel_values` with `image_grid_thw`.
-
-    Attributes:
-        merge: side of the square of patches that becomes one token.
-        width: of a patch, in numbers.
-        dtype: of the pixels.
-        usable: the model answered a request of this kind as expected.
-    """
-
-    merge: int
-    width: int
-    dtype: torch.dtype
-    usable: bool
-
-    @classmethod
-    def find(cls, adapter: ProtocolAdapter) -> "_GridRequests":
-        budget = min(adapter.budgets())
-        pixels = adapter.model_inputs(budget, (), "default").get("pixel_values")
-        if pixels is None or pixels.dim() != 2 or "image" not in adapter.modalities:
-            return cls(1, 0, torch.float32, False)
-        merge = isqrt(len(pixels) // budget)
-        candidate = cls(merge, pixels.shape[1], pixels.dtype, True)
-        item = ItemSpec(0, "image", budget, budget, {}, (budget, 0, ()))
+    def _merging(
+        self, grids: grid_requests.GridRequests, tokens: int
+    ) -> grid_requests.GridRequests | None:
+        """With the rows that the model's postprocessing makes one token of; None where what it
+        makes is not what it makes eagerly."""
+        request = grids.request([tokens], 0, self.device)
         try:
-            request = candidate.request((item,), 0, adapter.device)
-            specs = adapter.model.get_encoder_cudagraph_item_specs(request)
-            modality = adapter.model.get_input_modality(request)
-        except Exception:  # the model's own code: whatever it raises, it takes no such request
-            log.debug("%s takes no image grids", adapter.name, exc_info=True)
-            return cls(1, 0, torch.float32, False)
-        right = modality == "image" and [spec.output_tokens for spec in specs] == [budget]
-        return candidate if right else cls(1, 0, torch.float32, False)
+            with torch.no_grad():
+                rows = self._unpadded(request)
+                made = self.dialect.postprocess(self.model, {"default": rows}, [tokens], request)
+                eager = self._models_eager(request)
+            wrong = Difference.between(made[0], eager).exceeds(TOLERANCE.get(rows.dtype, 2e-2))
+        except Exception:  # the model's own code: without an answer, nothing is known of it
+            log.debug("%s: no rows of a token", self.name, exc_info=True)
+            return None
+        return None if wrong or len(rows) % tokens else replace(grids, rows=len(rows) // tokens)
 
-    def request(self, items: Sequence[ItemSpec], seed: int, device: torch.device) -> dict[str, Any]:
-        generator = torch.Generator(device=device).manual_seed(seed)
-        grids = [self._grid(item.tokens) for item in items]
-        rows = sum(h * w for _, h, w in grids)
-        dtype = self.dtype if self.dtype.is_floating_point else torch.float32
-        pixels = torch.randn(rows, self.width, generator=generator, dtype=dtype, device=device)
-        if not self.dtype.is_floating_point:
-            pixels = (pixels * 48 + 128).clamp(0, 255).to(self.dtype)
-        return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
-
-    def _grid(self, tokens: int) -> list[int]:
-        """The squarest picture of this many tokens."""
-        side = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
-        return [1, side * self.merge, tokens // side * self.merge]
+    def _rows_per_token(self) -> int:
+        grids = None if self._scatters_only else self._grids()
+        return 1 if grids is None else grids.rows
 
 
 def _axes_of(item: ItemSpec) -> tuple[Hashable, ...]:
@@ -506,6 +509,17 @@ def _scales_boundaries(model: Any) -> bool:
         for module in tower_modules(model)
     }
     return "FLASHINFER" in backends
+
+
+def _safe_bound(
+    name: str, value: torch.Tensor, values: Mapping[str, torch.Tensor | None]
+) -> torch.Tensor:
+    """A host scalar as it is baked: the bound of whole pictures holds one that fills the graph.
+    Kimi VL bakes one of tokens where sequences are of patches, four times as many."""
+    ends = values.get("cu_seqlens")
+    if name not in BOUNDS["cu_seqlens"] or ends is None or value.numel() != 1:
+        return value
+    return torch.maximum(value, ends[-1].to(value.device, value.dtype))
 
 
 def _exactly(output: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -368,3 +368,97 @@ class OneAxis(CaptureAxes):
     ) -> Any:
         assert mm_kwargs["selected"]
         return super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, items, frames, path)
+
+
+class Patches(Base):
+    """Pictures of patches, four to a token. The bound that it bakes counts tokens, not patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds: list[torch.Tensor] = []
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        return [spec(h * w, h * w // 4) for h, w in mm_kwargs["image_grid_hws"].tolist()]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        values = {
+            "pixel_values": torch.randn(4 * token_budget, 8),
+            "cu_seqlens": torch.tensor([0, 4 * token_budget], dtype=torch.int32),
+            "max_seqlen": torch.tensor(token_budget, dtype=torch.int32),
+        }
+        return types.SimpleNamespace(values=values)
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], items: int, frames: int, path: str = "default"
+    ) -> Any:
+        lengths = mm_kwargs["image_grid_hws"].prod(-1)
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        values = {"pixel_values": mm_kwargs["pixel_values"], "cu_seqlens": ends}
+        return types.SimpleNamespace(values=values | self.bound(lengths))
+
+    def bound(self, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"max_seqlen": lengths.max().int()}
+
+    def patches(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.bounds.append(inputs["max_seqlen"])
+        return self.tower(inputs["pixel_values"])
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return self.patches(inputs).reshape(-1, 4, 6).mean(1)
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        return self.tower(mm_kwargs["pixel_values"]).reshape(-1, 4, 6).mean(1)
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        sizes = mm_kwargs["image_grid_hws"].prod(-1) // 4
+        return list(self.encoder_eager_forward(mm_kwargs).split(sizes.tolist()))
+
+
+class MergesAfterwards(Patches):
+    """Its graph makes patches; the model merges them in its postprocessing, to another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merger = torch.nn.Linear(24, 5)
+
+    def bound(self, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}  # baked, and not prepared again
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return self.patches(inputs)
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        return self.merger(self.tower(mm_kwargs["pixel_values"]).reshape(-1, 24))
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, torch.Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: Any,
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        assert batch_mm_kwargs is not None
+        rows = int(batch_mm_kwargs["image_grid_hws"].prod(-1).sum())
+        merged = self.merger(outputs["default"][:rows].reshape(-1, 24))
+        super().postprocess_encoder_output(
+            {"default": merged}, indices, per_item_out_tokens, dest, clone, batch_mm_kwargs
+        )

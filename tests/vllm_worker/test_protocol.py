@@ -247,6 +247,40 @@ def test_an_item_of_several_paths_counts_once(engine: Any) -> None:
     assert stats["replays"]["TwoPaths_global/global[16]"] == 1
 
 
+def pictures(*sizes: tuple[int, int]) -> dict[str, torch.Tensor]:
+    rows = sum(h * w for h, w in sizes)
+    return {"pixel_values": torch.randn(rows, 8), "image_grid_hws": torch.tensor(sizes)}
+
+
+@pytest.mark.parametrize("name", ["Patches", "MergesAfterwards"])
+def test_pictures_of_patches_are_replayed(engine: Any, name: str) -> None:
+    """As for Kimi VL, which bakes a bound of tokens, and Ernie 4.5 VL, which merges afterwards."""
+    import protocol_models
+
+    model = getattr(protocol_models, name)()
+    served = executor_for(engine, model)
+    assert served.stats()["dropped"] == []
+    model.bounds.clear()
+    for group in (pictures((8, 8)), pictures((4, 4), (2, 6)), pictures((2, 2), (2, 2), (8, 6))):
+        assert equal(served.execute(group), model.embed_multimodal(**group))
+    assert served.stats()["graph_misses"] == 0
+    assert model.bounds == [], "the self-check had real groups: nothing is compared again"
+    served.capture(None)
+    assert min(model.bounds) >= 4 * 4, "a picture that fills the graph must fit the bound"
+
+
+def test_a_postprocessing_that_fails_costs_the_replay_alone(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from protocol_models import Base, MergesAfterwards
+
+    model = MergesAfterwards()
+    served = executor_for(engine, model)
+    monkeypatch.delattr(Base, "postprocess_encoder_output")
+    assert served.execute(pictures((8, 8))) is None
+    assert served.stats()["misses"] == {"image": {"the adapter does not replay such a group": 1}}
+
+
 def test_the_old_spelling_of_two_paths() -> None:
     import types
 
