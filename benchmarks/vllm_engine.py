@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     suite = commands.add_parser("suite")
     suite.add_argument("--steps", default="vl_v1")
+    suite.add_argument("--contestants", default="", help="of graphhal,vllm,eager; all by default")
     suite.add_argument("--timeout", type=int, default=150, help="seconds for one engine")
     run = commands.add_parser("run")
     run.add_argument("--model", required=True)
@@ -178,7 +179,7 @@ def requests(args: argparse.Namespace) -> list[dict[str, Any]]:
 # The engine.
 
 
-def start(args: argparse.Namespace) -> Any:
+def start(args: argparse.Namespace, **more: Any) -> Any:
     from vllm import LLM
 
     most = max(int(c) for c in args.concurrency.split(","))
@@ -208,7 +209,7 @@ def start(args: argparse.Namespace) -> Any:
     }  # fmt: skip
     if args.kv_gib:
         options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
-    return LLM(**options)
+    return LLM(**options, **more)
 
 
 def serve(llm: Any, prompts: list[Any], concurrency: int, max_tokens: int) -> list[dict[str, Any]]:
@@ -331,6 +332,8 @@ def suite(args: argparse.Namespace) -> int:
     lines, status = [], 0
     for step in args.steps.split(","):
         arch, runner, contestants, inputs = STEPS[step]
+        wanted = args.contestants.split(",") if args.contestants else contestants
+        contestants = tuple(name for name in contestants if name in wanted)
         model = out / f"model_{arch}"
         if not (model / "config.json").exists():
             subprocess.run(
