@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     rebound = life.look("one weight of many rebound", False, None)
     life.worker(recapture)
     life.look("captured again", True, rebound)
-    time.sleep(2)  # a thread publishes
+    time.sleep(5)  # a thread publishes every two seconds
     life.note("metrics", *published(metrics))
 
     core = getattr(life.llm.llm_engine, "engine_core", None)
