@@ -26,7 +26,7 @@ from graphhal.vllm_worker.limits import merged, most_tokens
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
 from graphhal.vllm_worker.refusals import KNOWN_MODALITIES, engine_refusal, request_refusal
-from graphhal.vllm_worker.towers import Encoder
+from graphhal.vllm_worker.towers import Combine, Encoder
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +105,16 @@ class _Served:
         combine = self.encoder.combine
         if self._shared is not None:
             made = {path: shared.run(mm_kwargs) for path, shared in self._shared.items()}
-            return next(iter(made.values())) if combine is None else self._combined(made, mm_kwargs)
+            if combine is None:
+                return next(iter(made.values()))
+            return self._combined(combine, made, mm_kwargs)
         if combine is None:
             return next(iter(self.graphs.values())).try_replay(mm_kwargs)
-        return self._replay_paths(mm_kwargs)
+        return self._replay_paths(combine, mm_kwargs)
 
-    def _replay_paths(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    def _replay_paths(
+        self, combine: Combine, mm_kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor] | None:
         """All paths or none; an item counts once, however many of them it takes."""
         items = {path: g.adapter.item_specs(mm_kwargs) for path, g in self.graphs.items()}
         most = max(items, key=lambda path: len(items[path]))
@@ -125,7 +129,7 @@ class _Served:
                 return None
             made[path] = outputs
         try:
-            joined = self._combined(made, mm_kwargs)
+            joined = self._combined(combine, made, mm_kwargs)
         except Exception:  # the model's own code: eager is another part of it
             log.debug("%s: its paths cannot be put together", self.encoder.name, exc_info=True)
             statistics.count_misses(items[most], MissReason.REFUSED)
@@ -134,13 +138,15 @@ class _Served:
         return joined
 
     def _combined(
-        self, made: Mapping[str, list[torch.Tensor]], mm_kwargs: Mapping[str, Any]
+        self,
+        combine: Combine,
+        made: Mapping[str, list[torch.Tensor]],
+        mm_kwargs: Mapping[str, Any],
     ) -> list[torch.Tensor]:
         """The items' outputs, by the model's own code, from what its paths made."""
-        assert self.encoder.combine is not None
         joined = {path: _joined(parts) for path, parts in made.items() if parts}
         specs = self._any_adapter().model.get_encoder_cudagraph_item_specs(mm_kwargs)
-        return self.encoder.combine(joined, [spec.output_tokens for spec in specs], mm_kwargs)
+        return combine(joined, [spec.output_tokens for spec in specs], mm_kwargs)
 
     def _any_adapter(self) -> Any:
         return next(iter(self.encoder.adapters.values()))

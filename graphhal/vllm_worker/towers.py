@@ -41,6 +41,10 @@ OPT_IN: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Classes of models that have no protocol, by the name that opts in."""
 
+Combine = Callable[
+    [Mapping[str, torch.Tensor], Sequence[int], Mapping[str, Any]], list[torch.Tensor]
+]
+
 _declared: set[type] = set()
 
 
@@ -61,10 +65,7 @@ class Encoder:
     modalities: tuple[str, ...]
     adapters: Mapping[str, EncoderAdapter]
     raises: bool = False
-    combine: (
-        Callable[[Mapping[str, torch.Tensor], Sequence[int], Mapping[str, Any]], list[torch.Tensor]]
-        | None
-    ) = None
+    combine: Combine | None = None
 
 
 def settings_of(vllm_config: Any) -> Settings:
