@@ -216,15 +216,21 @@ class EncoderGraphExecutor:
             None if file is None else Path(file.replace("{pid}", str(os.getpid()))),
             self.stats,
         )
-        with _vllm_context(vllm_config):  # a model may be asked what it makes of a token
-            self.token_budgets = self._budgets()
+        self.token_budgets = self._budgets()
         _alive.add(self)
         atexit.register(_say_goodbye, weakref.ref(self))
 
     def _serve(
         self, model: Any, platform: Platform, device: torch.device, dtype: torch.dtype
     ) -> None:
-        found = towers.encoders_of(model, self._vllm_config, self.settings, device, dtype)
+        try:
+            found = towers.encoders_of(model, self._vllm_config, self.settings, device, dtype)
+        except SettingsError:
+            raise
+        except Exception as error:  # the model's own code
+            self.refusal = f"its own code for graphs fails: {error!r}"
+            log.warning("graphhal: %s runs eagerly: %s", self.name, self.refusal, exc_info=True)
+            return
         if not found:
             return
         self._limit = memory.limit_bytes(self._vllm_config, model, self.settings, platform)
@@ -241,9 +247,20 @@ class EncoderGraphExecutor:
         for encoder in found:
             own = audio if encoder.modalities == ("audio",) else settings
             try:
-                self._served.append(_Served(encoder, platform, own, peers, group))
-            except (GraphhalError, SettingsError) as error:
+                served = _Served(encoder, platform, own, peers, group)
+                with _vllm_context(
+                    self._vllm_config
+                ):  # its own code may be asked for the first time
+                    for graphs in served.graphs.values():
+                        graphs.ladder()
+                self._served.append(served)
+            except GraphhalError as error:
                 log.warning("graphhal: %s runs eagerly: %s", encoder.name, error)
+            except Exception as error:  # the model's own code
+                problem = f"its own code for graphs fails: {error!r}"
+                log.warning("graphhal: %s runs eagerly: %s", encoder.name, problem, exc_info=True)
+                if len(found) == 1:
+                    self.refusal = problem  # its groups are counted under it
 
     def supports_modality(self, modality: str) -> bool:
         """Whether a group of this modality may be given to `execute`; where nothing may be

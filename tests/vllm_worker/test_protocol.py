@@ -281,6 +281,32 @@ def test_a_postprocessing_that_fails_costs_the_replay_alone(
     assert served.stats()["misses"] == {"image": {"the adapter does not replay such a group": 1}}
 
 
+@pytest.mark.parametrize(
+    "step", ["get_encoder_cudagraph_config", "prepare_encoder_cudagraph_capture_inputs"]
+)
+def test_a_model_whose_own_code_fails_at_start_up_runs_eagerly_and_says_so(
+    engine: Any, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    """As a subclass without the tower that its parent's protocol asks for."""
+    import vllm_on_cpu as on_cpu
+    from protocol_models import Base
+
+    def without_tower(*args: Any, **options: Any) -> Any:
+        raise AttributeError("no attribute 'vision_tower'")
+
+    model = Base()
+    setattr(model, step, without_tower)
+    with on_cpu.log_of("graphhal.vllm_worker.executor", caplog):
+        served = executor_for(engine, model)
+    assert "Base runs eagerly: its own code for graphs fails" in caplog.text
+    assert served.supports_modality("image")
+    assert served.get_num_graphs_to_capture() == 0
+    assert served.execute({"pixel_values": torch.randn(1, 4, 8)}) is None
+    ((reason, count),) = served.stats()["misses"]["image"].items()
+    assert "no attribute 'vision_tower'" in reason
+    assert count == 1
+
+
 def test_the_old_spelling_of_two_paths() -> None:
     import types
 
