@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import graphhal
 from graphhal.bench import measure, workload
 from graphhal.cli.app import app
+from graphhal.hookspecs import hookimpl
 from graphhal.runner import EncoderGraphs
 
 SMALL = ["--platform", "cpu", "--set", "token_budgets=16,32", "--set", "audio_chunks=1-2"]
@@ -207,6 +208,11 @@ def test_a_slow_input_is_repeated_less_often(clip: Path, monkeypatch: pytest.Mon
         (["bench", "--set", "policy=fast"], 2, "option 'policy'"),
         (["bench", "--preset", "huge"], 2, "huge"),
         (["bench", "--repeat", "0"], 2, "repeat"),
+        (["bench", "--seed", str(2**64)], 2, "seed"),
+        (["bench", "--report", "/"], 2, "--report / cannot be written; name a file"),
+        (["bench", "--report", "/nowhere/r.html"], 2, "/nowhere/r.html cannot be written"),
+        (["check", "--platform", "cpu", "--set", "audio_chunks=", "--tower", AUDIO], 1, "no graph"),
+        (["plan", "--platform", "cpu", "--trace", "/dev/zero"], 1, "/dev/zero is larger than"),
         (["plan", "--limit", "much"], 2, "memory_limit"),
         (["nonsense"], 2, "nonsense"),
     ],
@@ -378,6 +384,40 @@ def test_an_extra_that_is_not_installed_is_told(
     needs = f"error: the package {package} is not installed; this command needs graphhal[bench]"
     assert (needs in result.stderr) == told
     assert isinstance(result.exception, SystemExit if told else ModuleNotFoundError)
+
+
+def test_a_report_that_may_not_be_written_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    result = run("bench", "--report", tmp_path / "r.html")
+    assert result.exit_code == 2
+    assert "r.html may not be written; name another file" in result.stderr
+
+
+def test_a_full_disk_is_told(photograph: Path) -> None:
+    options = ["--tower", VISION, "--image", photograph, "--report", "/dev/full"]
+    result = run("bench", *QUICK, *options)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "error: [Errno 28] No space left on device" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "check", "plan"])
+def test_towers_that_cannot_be_loaded_are_told(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ModuleNotFoundError("No module named 'transformers'")
+
+    monkeypatch.setattr("graphhal.adapters.plugin.graphhal_adapters", hookimpl(broken))
+    monkeypatch.setenv("GRAPHHAL_PLUGINS", "nosuch")
+    result = run(command, "--platform", "cpu")
+    assert result.exit_code == 1
+    left_out = "warning: adapters of plugin builtin are left out: No module named 'transformers'\n"
+    assert left_out in result.stderr
+    assert "warning: GRAPHHAL_PLUGINS names nosuch, which is not installed" in result.stderr
+    assert "error: no tower is installed; graphhal's own come with graphhal[bench]" in result.stderr
 
 
 def test_a_bug_is_not_hidden_behind_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

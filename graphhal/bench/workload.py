@@ -77,11 +77,14 @@ def read_trace(path: Path) -> Trace:
         InputError: no such file, not JSON, or not a trace; names the field.
     """
     try:
-        if path.stat().st_size > LARGEST_TRACE_BYTES:
-            raise InputError(f"trace {path} is larger than {LARGEST_TRACE_BYTES >> 20} MiB")
-        return Trace.model_validate_json(path.read_bytes())
+        with path.open("rb") as file:
+            text = file.read(LARGEST_TRACE_BYTES + 1)
     except OSError as error:
         raise InputError(f"trace {path} cannot be read: {error.strerror}") from error
+    if len(text) > LARGEST_TRACE_BYTES:
+        raise InputError(f"trace {path} is larger than {LARGEST_TRACE_BYTES >> 20} MiB")
+    try:
+        return Trace.model_validate_json(text)
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"])) or "the document"

@@ -6,6 +6,7 @@ stopped the work; 2 where the command line itself is wrong.
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Annotated, Any
 
@@ -31,6 +32,10 @@ class _Group(TyperGroup):
         except SettingsError as error:
             raise fail(str(error), status=2) from error
         except GraphhalError as error:
+            raise fail(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # who reads has seen enough; Typer knows what to do
+                raise
             raise fail(str(error)) from error
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]

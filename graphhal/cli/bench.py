@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,8 @@ def bench(
     ] = None,
 ) -> None:
     """Capture encoder towers, replay them on real files, and compare with eager."""
+    if report is not None:
+        _check_report(report)
     options = towers.parse_options(policy, option)
     opened, settings = towers.open_with(platform, options)
     factories = towers.choose_towers(tower, settings)
@@ -71,6 +74,16 @@ def bench(
             screen.say(f"report: {report}")
     if not agrees:
         raise screen.fail("graph and eager disagree; see parity above")
+
+
+def _check_report(path: Path) -> None:
+    """A place where nothing can be written is told before minutes of work, not after."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise screen.fail(
+            f"--report {path} cannot be written; name a file in a folder that exists", status=2
+        )
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise screen.fail(f"--report {path} may not be written; name another file", status=2)
 
 
 def _inputs(

@@ -62,6 +62,8 @@ def check(
             lines += _check_tower(factory.name, graphs)
         finally:
             graphs.clear()
+    if not lines:
+        raise screen.fail("there is no graph to check; the settings ask for none of these towers")
     if json:
         screen.print_json(
             {"schema": 1, "platform": opened.info.name, "graphs": [asdict(line) for line in lines]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import contextmanager
 from math import isfinite
@@ -34,6 +35,35 @@ def fail(message: str, status: int = 1) -> typer.Exit:
     screen = console(stderr=True)
     screen.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
     return typer.Exit(status)
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[None]:
+    """Show what a module warns of, each once and without its traceback; `--verbose` shows more."""
+    log = logging.getLogger(name)
+    level, handler = log.level, _Warnings(logging.WARNING)
+    log.propagate = log.isEnabledFor(logging.WARNING)
+    log.addHandler(handler)
+    log.setLevel(min(log.getEffectiveLevel(), logging.WARNING))
+    try:
+        yield
+    finally:
+        log.propagate = True
+        log.setLevel(level)
+        log.removeHandler(handler)
+        for message in dict.fromkeys(handler.messages):
+            console(stderr=True).print(
+                Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True
+            )
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def print_json(data: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphhal.cli.screen import fail
+from graphhal.cli.screen import fail, warnings_of
 from graphhal.discovery import find_adapters, find_plugins, open_platform
 from graphhal.errors import SettingsError
 from graphhal.settings import Policy, Settings
@@ -57,7 +57,7 @@ SetOption = Annotated[
         "--set", metavar="NAME=VALUE", help="An option of graphhal.Settings (repeatable)."
     ),
 ]
-SeedOption = Annotated[int, typer.Option(help="Of the random weights.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random weights.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 REFERENCE_LADDER = {
@@ -111,11 +111,13 @@ def choose_towers(
     names: Sequence[str] | None, settings: Settings, every: bool = False
 ) -> list[AdapterFactory]:
     """The named towers, in their order; by default the first of each modality, or every one."""
-    factories = {factory.name: factory for factory in find_adapters(settings)}
+    with warnings_of("graphhal.discovery"):
+        factories = {factory.name: factory for factory in find_adapters(settings)}
+    if not factories:
+        raise fail("no tower is installed; graphhal's own come with graphhal[bench]")
     for name in names or ():
         if name not in factories:
-            known = ", ".join(factories) or "none is installed"
-            raise fail(f"no tower is called {name!r}. Towers: {known}", status=2)
+            raise fail(f"no tower is called {name!r}. Towers: {', '.join(factories)}", status=2)
     if names:
         return [factories[name] for name in names]
     if every:
