@@ -90,6 +90,18 @@ int cann_stub_launch2(const char *name, void *prepared, void *stream) {
   return enqueue(stream_of(stream), std::move(op));
 }
 
+// The older operator interface, which torch_npu takes for internal formats among others: no kernels.
+static aclError graph_engine_operator(const char *name) {
+  if (setting("CANN_SIM_ALLOW_UNKNOWN", 0)) return 0;
+  return fail(ACL_ERROR_OP_NOT_FOUND, std::string("no simulated kernel for the graph engine's ") + name);
+}
+aclError aclopCompileAndExecute(const char *name, int, const aclTensorDesc *const[], const aclDataBuffer *const[], int, const aclTensorDesc *const[], aclDataBuffer *const[], const aclopAttr *, aclopEngineType, aclopCompileType, const char *, aclrtStream) {
+  return graph_engine_operator(name);
+}
+aclError aclopCompileAndExecuteV2(const char *name, int, aclTensorDesc *[], aclDataBuffer *[], int, aclTensorDesc *[], aclDataBuffer *[], aclopAttr *, aclopEngineType, aclopCompileType, const char *, aclrtStream) {
+  return graph_engine_operator(name);
+}
+
 #define OUT uint64_t *ws, aclOpExecutor **ex
 #define T const aclTensor *
 #define N const aclScalar *
@@ -104,6 +116,9 @@ int cann_stub_launch2(const char *name, void *prepared, void *stream) {
 
 // ---- filling, copying, casting
 OP(InplaceCopy, T d, T s) RUN((auto d, auto s), d.copy_(s), d, s)
+OP(ForeachCopy, const aclTensorList *s, const aclTensorList *d)
+RUN((auto s, auto d), for (size_t i = 0; i < d.size(); i++) d[i].copy_(s[i]), s, d)
+OP(ForeachZeroInplace, const aclTensorList *d) RUN((auto d), for (at::Tensor &one : d) one.zero_(), d)
 OP(InplaceZero, T d) RUN((auto d), d.zero_(), d)
 OP(InplaceOne, T d) RUN((auto d), d.fill_(1), d)
 OP(InplaceFillScalar, T d, N v) RUN((auto d, auto v), d.fill_(v), d, v)
@@ -114,6 +129,8 @@ OP(ConstantPadNd, T a, I pad, N v, T o) RUN((auto a, auto pad, auto v, auto o), 
 OP(Cat, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim, auto o), put(o, at::cat(list, dim)), list, dim, o)
 OP(Stack, const aclTensorList *list, int64_t dim, T o) RUN((auto list, auto dim, auto o), put(o, at::stack(list, dim)), list, dim, o)
 OP(Repeat, T a, I n, T o) RUN((auto a, auto n, auto o), put(o, a.repeat(n)), a, n, o)
+OP(RepeatInterleave, T a, T n, int64_t size, T o)  // of the flattened input
+RUN((auto a, auto n, auto size, auto o), put(o, at::repeat_interleave(a, n.to(at::kLong), std::nullopt, size)), a, n, size, o)
 OP(Flip, T a, I dims, T o) RUN((auto a, auto dims, auto o), put(o, at::flip(a, dims)), a, dims, o)
 
 // Random numbers are repeatable; they are not those of the hardware's generator.
@@ -223,6 +240,9 @@ OP(Index, T a, const aclTensorList *at_, T o) RUN((auto a, auto list, auto o), p
 OP(IndexPutImpl, T a, const aclTensorList *at_, T v, bool accumulate, bool unsafe)
 RUN((auto a, auto list, auto v, auto accumulate, auto), a.index_put_(indices_of(list), v, accumulate), a, at_, v, accumulate, unsafe)
 
+OP(SearchSorted, T sorted, T a, bool narrow, bool right, T sorter, T o)
+RUN((auto sorted, auto a, auto narrow, auto right, auto sorter, auto o),
+    put(o, at::searchsorted(sorted, a, narrow, right, std::nullopt, sorter.defined() ? std::optional(sorter) : std::nullopt)), sorted, a, narrow, right, sorter, o)
 // Sizes that depend on data: the kernel leaves them in the output, which has room for the most; the
 // caller waits for the stream and asks for the shape.
 static int positions(T a, T o, bool by_dimension, OUT) {
@@ -272,5 +292,9 @@ OP(Convolution, T a, T weight, T bias, I stride, I padding, I dilation, bool tra
 RUN((auto a, auto weight, auto bias, auto stride, auto padding, auto dilation, auto transposed, auto output_padding, auto groups, auto o, auto),
     put(o, at::convolution(a, weight, bias.defined() ? std::optional(bias) : std::nullopt, stride, padding, dilation, transposed, output_padding, groups)),
     a, weight, bias, stride, padding, dilation, transposed, output_padding, groups, o, cube)
+OP(AvgPool2d, T a, I kernel, I stride, I padding, bool ceil, bool counts_padding, int64_t divisor, int8_t cube, T o)
+RUN((auto a, auto kernel, auto stride, auto padding, auto ceil, auto counts_padding, auto divisor, auto, auto o),
+    put(o, at::avg_pool2d(a, kernel, stride, padding, ceil, counts_padding, divisor ? std::optional(divisor) : std::nullopt)),
+    a, kernel, stride, padding, ceil, counts_padding, divisor, cube, o)
 
 }  // extern "C"

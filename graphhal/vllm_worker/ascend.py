@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from graphhal.adapter import EncoderAdapter
+from graphhal.errors import SettingsError
 from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, executor, towers
 from graphhal.vllm_worker.limits import merged
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
-from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
+from graphhal.vllm_worker.protocol_adapter import BOUNDS, ProtocolAdapter
 from graphhal.vllm_worker.touched import spelled
 
 log = logging.getLogger(__name__)
@@ -83,10 +85,22 @@ def _refusal(
     if problem is not None:
         return problem
     limits = merged(settings, vllm_config.compilation_config)
-    found = towers.encoders_of(model, vllm_config, limits, device, dtype)
-    if any(isinstance(a, ProtocolAdapter) for encoder in found for a in encoder.adapters.values()):
+    try:
+        found = towers.encoders_of(model, vllm_config, limits, device, dtype)
+    except SettingsError:
+        raise
+    except Exception as error:  # the model's own code
+        return f"its own code for graphs fails: {error!r}"
+    if any(_keeps_ends(a) for encoder in found for a in encoder.adapters.values()):
         return "its boundaries are known on the device only; graphhal has no adapter of its own"
     return None
+
+
+def _keeps_ends(adapter: EncoderAdapter) -> bool:
+    """Whether boundaries reach the attention from a buffer that the model fills on the device."""
+    return isinstance(adapter, ProtocolAdapter) and not BOUNDS.keys().isdisjoint(
+        adapter.config.buffer_keys
+    )
 
 
 def hook_point_problem(hook_points: Mapping[str, str] = HOOK_POINTS) -> str | None:
@@ -161,7 +175,7 @@ def _handing_over(
     )
     # The bound is for kernels that bake one; fused inference attention takes the ends alone.
     output = attention(*packed, cu_seqlens, 0, float(layer.scale))
-    return output.reshape(query.shape)
+    return output.reshape(query.shape).contiguous()  # towers view it; padded heads are strided
 
 
 def prepare_worker(vllm_config: Any) -> None:

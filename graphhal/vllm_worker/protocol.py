@@ -83,6 +83,11 @@ class Dialect:
         ).values
         return dict(values)
 
+    def eager(self, model: Any, mm_kwargs: Mapping[str, Any], path: str) -> Any:
+        """The model's own output for one of its paths; some models of 0.26 know no path."""
+        rest = {} if path == "default" else {"path": path}
+        return model.encoder_eager_forward(mm_kwargs, **rest)
+
     def scatters_only(self, model: Any) -> bool:
         """Whether a model's items are consecutive rows of its output: the protocol's default."""
         from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph

@@ -384,7 +384,7 @@ class ProtocolAdapter(EncoderAdapter):
         return self._unpadded(subset) if self._rows_per_token() > 1 else self._models_eager(subset)
 
     def _models_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
-        output = self.model.encoder_eager_forward(subset, path=self.path_name)
+        output = self.dialect.eager(self.model, subset, self.path_name)
         return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,17 @@ if INSTALLED:
     sys.path.insert(0, str(REPOSITORY / "ci" / "vllm_shim"))
     import torch
     import torchvision_schemas  # noqa: F401
+
+    with warnings.catch_warnings():  # what others' modules do when they are imported
+        warnings.simplefilter("ignore")
+        import vllm_ascend.ops  # noqa: F401  (first, or the runner's imports go round in a circle)
+        import vllm_omni.platforms.npu.worker.npu_ar_model_runner  # noqa: F401
+    # The runner's module allows them; the simulator has no kernels for them.
+    torch.npu.config.allow_internal_format = False
+
+    from tests.ascend_simulated.conftest import schedule  # noqa: F401
 else:
-    collect_ignore = ["test_worker.py"]
+    collect_ignore = ["test_runners.py", "test_worker.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

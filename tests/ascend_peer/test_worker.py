@@ -13,7 +13,7 @@ import vllm_ascend
 from vllm_ascend.worker.encoder_acl_graph import EncoderAclGraphManager
 
 from graphhal.self_check import Difference
-from graphhal.vllm_worker import ascend, plugin
+from graphhal.vllm_worker import ascend, plugin, towers
 from graphhal.vllm_worker.executor import EncoderGraphExecutor
 from tests.vllm_worker import vllm_on_cpu
 
@@ -57,33 +57,6 @@ def test_towers_of_vllm_are_served_as_they_compute_eagerly(opted_in: Any, name: 
     made.clear()
 
 
-def test_the_omni_thinker_is_served_on_its_own_opt_in(engine: Any) -> None:
-    """vllm-ascend's manager cannot serve it: it lacks vLLM's protocol.
-
-    Pictures and films. The audio tower's own eager code, the reference, picks valid places by a
-    mask, and the simulator has no operator whose output's size depends on data.
-    """
-    options = {"vllm_models": ["qwen3_omni"], "self_check": "quick", "audio_chunks": "1-2"}
-    engine.additional_config = {"graphhal": options}
-    model = small("qwen3_omni", engine)
-    made = manager(engine, model)
-    assert isinstance(made, EncoderGraphExecutor)
-    made.capture(None)
-    for key, reason in made.stats()["dropped"]:
-        assert key.startswith("vllm_qwen3_omni_audio/")
-        assert "aclnnNonzeroV2" in reason
-    groups = [vllm_on_cpu.image_group(model, grids) for grids in GRIDS]
-    groups.append(vllm_on_cpu.video_group(model, [[2, 4, 8]]))
-    for group in map(on_device, groups):
-        outputs = made.execute(group)
-        assert outputs is not None
-        for ours, theirs in zip(outputs, model.embed_multimodal(**group), strict=True):
-            assert Difference.between(ours.cpu(), theirs.cpu()).relative_l2 < 1e-5
-    assert {"image", "video"} <= set(made.stats()["hits"])
-    made.clear()
-    engine.additional_config = {}
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"platform": "npu", "vllm_adapter": "protocol"}],
@@ -92,6 +65,18 @@ def test_the_omni_thinker_is_served_on_its_own_opt_in(engine: Any) -> None:
 def test_otherwise_vllm_ascends_own_manager_serves(opted_in: Any, options: dict[str, Any]) -> None:
     opted_in.additional_config = {"graphhal": options}
     assert type(manager(opted_in, small("qwen3_vl", opted_in))) is EncoderAclGraphManager
+
+
+def test_a_model_whose_code_for_graphs_fails_keeps_its_manager(
+    opted_in: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(towers, "limits_of", broken)
+    with vllm_on_cpu.log_of("graphhal.vllm_worker.ascend", caplog):
+        assert type(manager(opted_in, small("qwen3_vl", opted_in))) is EncoderAclGraphManager
+    assert "its own code for graphs fails: ValueError('broken')" in caplog.text
 
 
 def test_another_release_of_vllm_ascend_keeps_its_manager(

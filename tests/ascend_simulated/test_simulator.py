@@ -63,6 +63,7 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "gather": lambda x, y, i: x.gather(0, i.reshape(1, 4).repeat(1, 1)),
     "cat, stack": lambda x, y, i: torch.cat([torch.stack([x, y]), torch.stack([y, x])], 1),
     "pad": lambda x, y, i: F.pad(x, (1, 2, 0, 1)),
+    "repeat each": lambda x, y, i: torch.repeat_interleave(x[:, 0].contiguous(), i),
     "repeat, expand": lambda x, y, i: x.repeat(2, 1) + x[:1].expand(8, 6),
     "transposed views": lambda x, y, i: (x.T + y.reshape(6, 4)).contiguous(),
     "strided copy": lambda x, y, i: x[:, ::2].clone(),
@@ -79,8 +80,22 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "convolution 3d": lambda x, y, i: F.conv3d(
         x.reshape(1, 1, 2, 3, 4), y.reshape(3, 1, 2, 2, 2), stride=(2, 1, 2)
     ),
+    "places in order": lambda x, y, i: torch.searchsorted(
+        x[0].contiguous(), y.contiguous(), right=True
+    ),
+    "lists": lambda x, y, i: filled_at_once(x, y, x[:1] * 2),
+    "average pooling": lambda x, y, i: F.avg_pool2d(x[None], (2, 3), (1, 2), 1, divisor_override=5)
+    + F.avg_pool2d(y[None], (2, 3), (1, 2), 1, count_include_pad=False),
     "grouped convolution": lambda x, y, i: F.conv1d(x[None], y.reshape(4, 1, 6)[..., :3], groups=4),
 }  # fmt: skip
+
+
+def filled_at_once(*sources: torch.Tensor) -> torch.Tensor:
+    targets = [torch.empty_like(source) for source in sources]
+    zeros = [torch.ones_like(source) for source in sources]
+    torch._foreach_copy_(targets, list(sources))
+    torch._foreach_zero_(zeros)
+    return torch.cat(targets + zeros)
 
 
 @pytest.fixture
@@ -231,6 +246,17 @@ def test_an_unknown_operator_fails_and_names_itself() -> None:
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert "no simulated kernel for aclnnInplaceErfinv" in done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("launched_directly")
+def test_an_operator_of_the_older_interface_fails_and_names_itself() -> None:
+    """torch_npu takes it for tensors of internal formats."""
+    torch.npu.config.allow_internal_format = True
+    try:
+        with pytest.raises(RuntimeError, match="no simulated kernel for the graph engine's Conv2D"):
+            F.conv2d(X[None, None].npu(), Y[None, None, :3, :3].npu())
+    finally:
+        torch.npu.config.allow_internal_format = False
 
 
 def captured(body: Callable[[], None]) -> torch.npu.NPUGraph:

@@ -230,11 +230,19 @@ def as_items(modality: str, group: dict[str, Any]) -> list[Any]:
     """The items of a group, as vLLM's processors hand them to a runner."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    if modality == "audio":
+    if "num_patches" in group:  # pictures of one size, in one or more crops
+        sizes = group["num_patches"]
+        fields = {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes(modality, sizes),
+            "num_patches": MultiModalFieldConfig.batched(modality, keep_on_cpu=True),
+        }
+    elif "audio_num_tokens" in group:
+        fields = {name: MultiModalFieldConfig.batched(modality) for name in group}
+    elif modality == "audio":
         lengths = group["audio_feature_lengths"]
         fields = {
             "input_audio_features": MultiModalFieldConfig.flat_from_sizes("audio", lengths, dim=1),
-            "audio_feature_lengths": MultiModalFieldConfig.batched("audio", keep_on_cpu=True),
+            "audio_feature_lengths": MultiModalFieldConfig.batched("audio"),
             "feature_attention_mask": MultiModalFieldConfig.batched("audio"),
         }
     else:
@@ -256,6 +264,7 @@ def run_v1(
     manager: Any,
     groups: list[tuple[str, dict[str, Any]]],
     runner_class: type | None = None,
+    device: str = "cpu",
 ) -> list[torch.Tensor]:
     """`_execute_mm_encoder` on a `GPUModelRunner`, or a subclass, that was not constructed."""
     from vllm.multimodal.inputs import PlaceholderRange
@@ -277,7 +286,7 @@ def run_v1(
     runner.__dict__.update(
         requests={"r0": types.SimpleNamespace(mm_features=features)},
         model=model,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         lora_config=None,
         observability_config=None,
         is_multimodal_pruning_enabled=False,
@@ -317,7 +326,9 @@ def run_v2(
     return outputs
 
 
-def make_manager(config: Any, model: Any, runner_class: type | None = None) -> Any:
+def make_manager(
+    config: Any, model: Any, runner_class: type | None = None, device: str = "cpu"
+) -> Any:
     """As V1's `GPUModelRunner`, or a subclass, makes its manager."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -327,7 +338,7 @@ def make_manager(config: Any, model: Any, runner_class: type | None = None) -> A
         compilation_config=config.compilation_config,
         supports_mm_inputs=True,
         vllm_config=config,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         dtype=torch.float32,
         model=model,
     )

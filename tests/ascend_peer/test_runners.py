@@ -1,0 +1,166 @@
+"""Groups of pictures, films and sound through the V1 runners of vllm-ascend and of vLLM-Omni."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from vllm_ascend.worker import model_runner_v1
+from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
+
+from graphhal.self_check import Difference
+from graphhal.vllm_worker import plugin
+from graphhal.vllm_worker.executor import EncoderGraphExecutor
+from tests.vllm_worker import vllm_on_cpu
+
+DEVICE = "npu:0"
+CLIP_TOKENS = 12
+
+Groups = list[tuple[str, dict[str, Any]]]
+
+
+def gemma3(config: Any) -> Any:
+    """vLLM's Gemma 3 around a small tower: pictures of one size, no boundaries."""
+    from transformers import SiglipVisionConfig
+    from vllm.model_executor.models import gemma3_mm
+    from vllm.model_executor.models.siglip import SiglipVisionModel
+
+    vision = SiglipVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+    )
+    text = types.SimpleNamespace(hidden_size=48)
+    whole = gemma3_mm.Gemma3ForConditionalGeneration
+    model = whole.__new__(whole)
+    torch.nn.Module.__init__(model)
+    model.config = types.SimpleNamespace(
+        vision_config=vision, text_config=text, mm_tokens_per_image=4
+    )
+    model.model_config = config.model_config
+    model.multimodal_config = config.model_config.multimodal_config
+    model.vit_positions_per_patch = 16
+    model.vision_tower = vllm_on_cpu.filled(SiglipVisionModel(vision, None))
+    model.multi_modal_projector = vllm_on_cpu.filled(
+        gemma3_mm.Gemma3MultiModalProjector(model.config), seed=1
+    )
+    norm = model.multi_modal_projector.mm_soft_emb_norm
+    norm._forward_method = norm.forward_native  # vllm-ascend's is one of its compiled operators
+    return model
+
+
+def covo_audio(config: Any) -> Any:
+    """vLLM-Omni's CoVo-Audio around a small Whisper encoder; the text model is left out."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+    from vllm_omni.model_executor.models.covo_audio import covo_audio_llm
+
+    whisper = WhisperConfig(
+        d_model=32,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        num_mel_bins=16,
+        max_source_positions=8 * CLIP_TOKENS,
+    )
+    whole = covo_audio_llm.CovoAudioLLMForConditionalGeneration
+    model = whole.__new__(whole)
+    torch.nn.Module.__init__(model)
+    model.encoder = vllm_on_cpu.filled(WhisperEncoder(whisper))
+    model.audio_adapter = vllm_on_cpu.filled(covo_audio_llm.AudioAdapter(32, 24, 8), seed=1)
+    model.vllm_config = config
+    return model
+
+
+def omni_thinker(config: Any) -> Any:
+    """vLLM-Omni's Qwen3-Omni thinker."""
+    from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as thinker
+
+    return vllm_on_cpu.qwen3_omni(config, thinker=thinker)
+
+
+def pictures(model: Any) -> Groups:
+    grids = ([[1, 8, 8], [1, 4, 8]], [[1, 4, 4]], [[1, 8, 4], [1, 4, 12], [1, 4, 4]])
+    return [("image", vllm_on_cpu.image_group(model, g, i)) for i, g in enumerate(grids)]
+
+
+def films(model: Any) -> Groups:
+    return [("video", vllm_on_cpu.video_group(model, [[2, 4, 8]]))]
+
+
+def sound(model: Any) -> Groups:
+    return [("audio", vllm_on_cpu.audio_group(model, n)) for n in ([100], [230], [7, 100])]
+
+
+def crops(_: Any) -> Groups:
+    counts = ([1], [1, 1, 1], [2, 1])
+    return [
+        ("image", {"pixel_values": torch.randn(sum(n), 3, 16, 16), "num_patches": torch.tensor(n)})
+        for n in counts
+    ]
+
+
+def clips(model: Any) -> Groups:
+    frames = 2 * model.encoder.config.max_source_positions
+    return [
+        ("audio", {"audio_features": torch.randn(len(n), 16, frames),
+                   "audio_num_tokens": torch.tensor(n)})
+        for n in ([12], [5, 12], [1, 7])
+    ]  # fmt: skip
+
+
+def manager(config: Any, model: Any, runner: type) -> Any:
+    """What `capture_model` of vllm-ascend's runner makes."""
+    replaced = model_runner_v1._replace_gpu_model_runner_function_wrapper
+    with replaced(model_runner_v1.GPUModelRunner.__module__):
+        return vllm_on_cpu.make_manager(config, model, runner, DEVICE)
+
+
+def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max(Difference.between(a.cpu(), b.cpu()).relative_l2 for a, b in pairs)
+
+
+CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
+    "own adapter, DeepStack": (vllm_on_cpu.qwen3_vl, [pictures, films], {"platform": "npu"}),
+    "own adapter, windows": (vllm_on_cpu.qwen2_5_vl, [pictures, films], {"platform": "npu"}),
+    "vLLM's protocol": (gemma3, [crops], {"platform": "npu"}),
+    "vLLM's thinker": (
+        vllm_on_cpu.qwen3_omni,
+        [pictures, films, sound],
+        {"vllm_models": ["qwen3_omni"], "audio_chunks": "1-4"},
+    ),
+    "vLLM-Omni's thinker": (
+        omni_thinker,
+        [pictures, films, sound],
+        {"vllm_models": ["qwen3_omni"], "audio_chunks": "1-4"},
+    ),
+    "vLLM-Omni's CoVo-Audio": (covo_audio, [clips], {"vllm_models": ["covo_audio"]}),
+}
+
+
+@pytest.mark.parametrize("runner", [model_runner_v1.NPUModelRunner, NPUARModelRunner])
+@pytest.mark.parametrize("case", CASES)
+def test_a_runner_gets_from_graphs_what_it_gets_eagerly(
+    engine: Any, case: str, runner: type, schedule: str
+) -> None:
+    make, kinds, options = CASES[case]
+    engine.additional_config = {"graphhal": {"self_check": "quick", **options}}
+    model = make(engine).to(DEVICE)
+    plugin.install(engine)
+    made = manager(engine, model, runner)
+    assert type(made) is EncoderGraphExecutor
+    made.capture(None)
+    assert made.stats()["dropped"] == []
+    groups = [group for kind in kinds for group in kind(model)]
+    for group in groups:
+        eager = vllm_on_cpu.run_v1(model, engine, None, [group], runner, DEVICE)
+        replayed = vllm_on_cpu.run_v1(model, engine, made, [group], runner, DEVICE)
+        assert worst(replayed, eager) < 1e-5
+    assert set(made.stats()["hits"]) == {modality for modality, _ in groups}
+    assert made.stats()["misses"] == {}
+    made.clear()
+    engine.additional_config = {}
