@@ -218,7 +218,7 @@ class EncoderGraphExecutor:
         )
         self.token_budgets = self._budgets()
         _alive.add(self)
-        atexit.register(_say_goodbye, weakref.ref(self))
+        atexit.register(_say_goodbye, weakref.ref(self), os.getpid())
 
     def _serve(
         self, model: Any, platform: Platform, device: torch.device, dtype: torch.dtype
@@ -464,7 +464,8 @@ def _vllm_context(vllm_config: Any) -> AbstractContextManager[Any]:
     return context
 
 
-def _say_goodbye(reference: "weakref.ref[EncoderGraphExecutor]") -> None:
+def _say_goodbye(reference: "weakref.ref[EncoderGraphExecutor]", process: int) -> None:
+    """At exit. A fork has neither the graphs nor the threads, and perhaps a lock that one held."""
     executor = reference()
-    if executor is not None and executor.is_captured():
+    if executor is not None and os.getpid() == process and executor.is_captured():
         executor.clear()

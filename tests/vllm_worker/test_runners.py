@@ -1,5 +1,6 @@
 """Real towers, real runners of vLLM, the cpu platform: hits, fallback, equality with the peer."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -165,6 +166,37 @@ def test_clear_and_capture_again(engine: Any) -> None:
         manager.clear()
         assert not manager.is_captured()
         assert manager.execute(group) is None
+
+
+@pytest.mark.timeout(120)
+def test_a_fork_of_the_worker_ends_without_its_graphs(engine: Any) -> None:
+    """Another thread may be serving while the worker forks: its lock is never given back."""
+    import atexit
+    import multiprocessing
+
+    import vllm_on_cpu as on_cpu
+
+    manager = on_cpu.make_manager(engine, on_cpu.qwen3_vl(engine))
+    manager.capture(graph_pool=None)
+    (graphs,) = manager._graphs()
+    held, done = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with graphs._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    held.wait()
+    child = multiprocessing.get_context("fork").Process(target=atexit._run_exitfuncs)
+    child.start()
+    child.join(timeout=30)
+    hangs = child.is_alive()
+    child.kill()
+    done.set()
+    thread.join()
+    assert not hangs
 
 
 def test_rebound_weights_are_noticed_and_in_place_updates_work(engine: Any) -> None:
