@@ -144,6 +144,11 @@ class EncoderAdapter(ABC):
         depend on state; cheap, host integers only."""
         return None
 
+    def sized(self, modality: str, tokens: Sequence[int]) -> Sequence[ItemSpec] | None:
+        """A group of items that make so many tokens each, for `graphhal plan` to ask `refusal`
+        of, as a trace has no more than sizes; None where `refusal` does not depend on them."""
+        return None
+
     def modules(self) -> Iterable[torch.nn.Module]:
         """Modules whose parameters and buffers a graph reads by address; the engine watches."""
         return ()

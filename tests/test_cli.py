@@ -303,6 +303,20 @@ def test_plan_says_what_a_workload_needs(tmp_path: Path) -> None:
     assert audio["coverage"]["hit_rate"] == 1.0
 
 
+def test_plan_runs_eagerly_what_the_tower_refuses(tmp_path: Path) -> None:
+    groups = [
+        {"items": [{"modality": "audio", "tokens": 5}, {"modality": "audio", "tokens": 12}]},
+        {"items": [{"modality": "audio", "tokens": 5}, {"modality": "audio", "tokens": 13}]},
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"schema": 1, "groups": groups}))
+    (tower,) = output_json(run("plan", *SMALL, "--trace", trace, "--tower", AUDIO, "--json"))[
+        "towers"
+    ]
+    assert tower["coverage"]["hits"] == 2
+    assert tower["coverage"]["misses"] == {"the adapter does not replay such a group": 2}
+
+
 def test_plan_under_a_limit_names_what_is_dropped() -> None:
     found = output_json(run("plan", *SMALL, "--tower", AUDIO, "--limit", "1", "--json"))
     (tower,) = found["towers"]

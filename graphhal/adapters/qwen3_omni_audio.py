@@ -165,6 +165,14 @@ class Qwen3OmniAudio(EncoderAdapter):
             return None
         return f"every clip is shorter than a window of {self.width} frames"
 
+    def sized(self, modality: str, tokens: Sequence[int]) -> Sequence[ItemSpec]:
+        """Clips of the fewest frames that make so many tokens: most lengths are refused alike."""
+        lengths = []
+        for count in tokens:
+            whole, rest = divmod(count, self.window_tokens)
+            lengths.append(whole * self.width + (rest > 0) * (1 + (rest - 1) * 2**CONVOLUTIONS))
+        return self._items_of(lengths)
+
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
         """One graph for each chunk count of `settings.audio_chunks`."""
         return tuple(self._capacity(chunks, settings.max_items) for chunks in settings.audio_chunks)

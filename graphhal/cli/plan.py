@@ -10,8 +10,11 @@ import typer
 from graphhal.cli import screen, towers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from graphhal.adapter import AdapterFactory, EncoderAdapter
     from graphhal.bench.workload import Coverage, Trace
+    from graphhal.items import ItemSpec
     from graphhal.platform import Platform
     from graphhal.settings import Settings
 
@@ -70,16 +73,19 @@ def _plan_tower(
     ladder = graphs.ladder()
     shapes = modality_shapes(adapter.modalities, ladder, adapter.path)
 
+    def refusal(items: Sequence[ItemSpec]) -> str | None:
+        own = adapter.sized(items[0].modality, [item.tokens for item in items])
+        return None if own is None else adapter.refusal(own)
+
     def coverage(keys: Any) -> Coverage | None:
         if trace is None:
             return None
         kept = [capacity for capacity in ladder if capacity.key in keys]
-        # A trace has sizes alone; what an adapter refuses depends on more than sizes.
         planner = Planner(
             kept,
             settings.policy,
             adapter.path,
-            refusal=lambda _: None,
+            refusal,
             exact_only=settings.exact_only,
             allow_empty=platform.info.allow_empty,
         )

@@ -114,6 +114,17 @@ def test_full_width_graphs_equal_eager_with_poisoned_padding(tower, encode):
         torch.testing.assert_close(padded, exact, rtol=0, atol=5e-6)
 
 
+def test_clips_made_for_a_trace_have_its_tokens_in_as_few_frames_as_can_be(tower):
+    adapter, _ = tower
+    for tokens in range(1, 60):
+        (item,) = adapter.sized("audio", [tokens])
+        (frames, _width) = item.signature
+        assert item.tokens == tokens
+        assert frames == 1 or adapter._tokens(frames - 1) < tokens
+        assert (adapter.refusal([item]) is None) == (tokens >= adapter.window_tokens)
+    assert adapter.refusal(adapter.sized("audio", [3, 13])) is None
+
+
 def test_short_groups_are_refused_just_where_full_width_would_differ(tower):
     adapter, ordinary = tower
     replayed = []
