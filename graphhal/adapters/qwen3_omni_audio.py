@@ -166,7 +166,8 @@ class Qwen3OmniAudio(EncoderAdapter):
         return f"every clip is shorter than a window of {self.width} frames"
 
     def sized(self, modality: str, tokens: Sequence[int]) -> Sequence[ItemSpec]:
-        """Clips of the fewest frames that make so many tokens: most lengths are refused alike."""
+        """Clips of whole windows, and of the fewest frames that make the rest: what is shorter
+        than a window is refused at most of the lengths that make so many tokens."""
         lengths = []
         for count in tokens:
             whole, rest = divmod(count, self.window_tokens)
