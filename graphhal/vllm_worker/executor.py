@@ -42,6 +42,12 @@ MARKS = (
 )
 """What keys of a group tell its modality, where no adapter looked at it."""
 
+PER_ITEM = (
+    "grid_thw", "grid_thws", "grid_hws", "lengths", "num_tokens", "num_patches",
+    "patches_per_image", "spatial_crop", "frame_counts",
+)  # fmt: skip
+"""How keys end that have one entry for each item of a group."""
+
 _alive: "weakref.WeakSet[EncoderGraphExecutor]" = weakref.WeakSet()
 _said: set[str] = set()
 
@@ -429,9 +435,13 @@ def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _count_items(mm_kwargs: Mapping[str, Any]) -> int:
-    """Items of a group that nobody sized: rows of its grid or lengths, else 1."""
+    """Items of a group that nobody sized: the length of what has an entry for each, else 1."""
     for key, value in mm_kwargs.items():
-        if key.endswith(("grid_thw", "lengths", "num_tokens")) and hasattr(value, "__len__"):
+        if key.endswith(PER_ITEM) and hasattr(value, "__len__"):
+            return len(value)
+    for value in mm_kwargs.values():
+        whole = isinstance(value, torch.Tensor) and value.dim() == 3
+        if whole or isinstance(value, list | tuple):
             return len(value)
     return 1
 

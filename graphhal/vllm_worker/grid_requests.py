@@ -48,6 +48,10 @@ class GridRequests:
         numbers = [size[-self.numbers :] for size in sizes]
         return {PIXELS: pixels, self.grids: torch.tensor(numbers)}
 
+    def patches(self, tokens: int) -> int:
+        """Rows of pixels of so many tokens."""
+        return tokens * self.merge**2
+
     def _grid(self, tokens: int) -> list[int]:
         """The squarest picture of this many tokens."""
         side = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)

@@ -306,7 +306,9 @@ class ProtocolAdapter(EncoderAdapter):
         copy = copies(captured, buffers, self.config.padding_logics)
         frozen = tuple(items)
         whole = not self._has_axes and _are_all(frozen)
-        doubtful = self._checks_layouts and self._grids() is None
+        grids = self._grids()
+        doubtful = self._checks_layouts and grids is None
+        patches = None if grids is None else grids.patches(sum(item.rows for item in frozen))
 
         def stage(mm_kwargs: Mapping[str, Any]) -> None:
             nonlocal doubtful
@@ -318,6 +320,8 @@ class ProtocolAdapter(EncoderAdapter):
                 prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
                     subset, captured.items, captured.frames, self.path_name
                 )
+                if patches is not None:
+                    _check_rows(prepared.values.get(grid_requests.PIXELS), patches)
                 copy(prepared.values)
             except RefusedError:
                 raise
@@ -520,6 +524,12 @@ def _safe_bound(
     if name not in BOUNDS["cu_seqlens"] or ends is None or value.numel() != 1:
         return value
     return torch.maximum(value, ends[-1].to(value.device, value.dtype))
+
+
+def _check_rows(pixels: torch.Tensor | None, rows: int) -> None:
+    """Missing patches would become zeros, where eager finds that they are missing."""
+    if pixels is not None and len(pixels) != rows:
+        raise RefusedError(f"{len(pixels)} patches came, the grids have {rows}")
 
 
 def _exactly(output: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -84,3 +84,23 @@ def test_keys_tell_the_modality_of_a_miss(
     manager = on_cpu.make_manager(engine, on_cpu.qwen3_vl(engine))
     assert manager.execute(group) is None
     assert list(manager.stats()["misses"]) == [modality]
+
+
+@pytest.mark.parametrize(
+    ("group", "items"),
+    [
+        ({"image_embeds": [torch.zeros(4, 8)] * 3}, 3),
+        ({"image_embeds": torch.zeros(2, 4, 8)}, 2),
+        ({"image_embeds": torch.zeros(9, 8), "image_grid_thw": torch.ones(3, 3)}, 3),
+        ({"video_embeds": torch.zeros(9, 8)}, 1),
+        ({"image_embeds": torch.zeros(9, 8), "image_num_patches": torch.ones(2)}, 2),
+    ],
+)
+def test_every_item_of_a_group_that_nobody_sized_counts(
+    engine: Any, group: dict[str, Any], items: int
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    manager = on_cpu.make_manager(engine, on_cpu.qwen3_vl(engine))
+    assert manager.execute(group) is None
+    assert manager.stats()["graph_misses"] == items

@@ -168,6 +168,24 @@ def test_clear_and_capture_again(engine: Any) -> None:
         assert manager.execute(group) is None
 
 
+@pytest.mark.parametrize("adapter", ["own", "protocol"])
+@pytest.mark.parametrize("rows", [63, 65])
+def test_patches_that_are_not_the_grids_are_for_eager_to_refuse(
+    engine: Any, adapter: str, rows: int
+) -> None:
+    """A graph would take zeros for what is missing, and leave out what is too much."""
+    import vllm_on_cpu as on_cpu
+
+    engine.additional_config["graphhal"]["vllm_adapter"] = adapter
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    group = on_cpu.image_group(model, [[1, 8, 8]])
+    group["pixel_values"] = torch.cat([group["pixel_values"]] * 2)[:rows]
+    assert manager.execute(group) is None
+    assert manager.stats()["graph_misses"] == 1
+
+
 @pytest.mark.timeout(120)
 def test_a_fork_of_the_worker_ends_without_its_graphs(engine: Any) -> None:
     """Another thread may be serving while the worker forks: its lock is never given back."""
