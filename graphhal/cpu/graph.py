@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from graphhal.cpu.guard import Refusals
 from graphhal.cpu.memory import Pool, poison_all, storage_of
 from graphhal.cpu.recording import Recording
 from graphhal.cpu.refusal import reseeding
@@ -86,14 +87,19 @@ def capture(request: CaptureRequest, pool: Pool | None = None) -> CapturedGraph:
 
 def _record(forward: Callable[[], None], seed: int, keep: bool) -> Recording:
     rehearsal = Tape()
-    rehearsal.record(forward, undo=not keep)
+    rehearsal.record(partial(_guarded, forward, rehearsal), undo=not keep)
     # Held until the end, so that no storage of the capture can take the number of an older one.
     witnesses = rehearsal.living()
     tape = Tape(frozenset(storage_of(tensor) for tensor in witnesses))
-    tape.record(forward, undo=True)
+    tape.record(partial(_guarded, forward, tape), undo=True)
     if torch.initial_seed() != seed:
         raise reseeding()
     return tape.finish()
+
+
+def _guarded(forward: Callable[[], None], tape: Tape) -> None:
+    with Refusals(tape):
+        forward()
 
 
 def replay(graph: CapturedGraph) -> None:

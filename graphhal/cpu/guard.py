@@ -1,17 +1,15 @@
 """Refuses what a device would where the dispatcher cannot see it, in PyTorch's functions."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from graphhal.cpu.memory import tensors_in
 from graphhal.cpu.refusal import Origin, host_data, host_read, raw_memory, rebinding
+from graphhal.cpu.tape import Tape
 from graphhal.errors import CaptureError
-
-if TYPE_CHECKING:
-    from graphhal.cpu.tape import Tape
 
 _Tensor = torch.Tensor
 
@@ -51,7 +49,7 @@ class Refusals(TorchFunctionMode):
     the self-check is what finds a frozen value.
     """
 
-    def __init__(self, tape: "Tape") -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 

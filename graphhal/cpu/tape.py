@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphhal.cpu.guard import Refusals
 from graphhal.cpu.memory import Snapshot, storage_of, tensors_in
 from graphhal.cpu.recording import PART, Notes, Recording, function_of
 from graphhal.cpu.refusal import Origin, check_operator, foreign_memory, rebinding, written
@@ -80,7 +79,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, forward: Callable[[], None]) -> None:
         try:
-            with self, Refusals(self):
+            with self:
                 forward()
         except Exception as error:
             if self._failure is None or error is self._failure:
