@@ -347,6 +347,7 @@ class EncoderGraphExecutor:
             self._reporter.served(self.stats(), final=True)
         for graphs in self._graphs():
             graphs.clear()
+        self._reporter.released()
         self._captured = False
 
     def check_weights(self) -> bool:

@@ -77,8 +77,8 @@ class Prometheus:
             multiprocess_mode="livesum",
         )
 
-    def captured(self, graphs: int, num_bytes: int) -> None:
-        """Publish what capture left."""
+    def held(self, graphs: int, num_bytes: int) -> None:
+        """Publish what is there: after capture, after graphs were given up, after the release."""
         if self._hits is not None:
             self._graphs.labels(self._model).set(graphs)
             self._bytes.labels(self._model).set(num_bytes)
@@ -87,6 +87,7 @@ class Prometheus:
         """Publish what changed since the last call; `stats` is `EncoderGraphExecutor.stats()`."""
         if self._hits is None:
             return
+        self.held(stats["graph_count"], stats["graph_bytes"])
         for modality, count in stats["hits"].items():
             self._add(self._hits, count, modality)
         for modality, reasons in stats["misses"].items():
@@ -179,7 +180,7 @@ class Reporter:
 
     def captured(self, stats: Mapping[str, Any]) -> None:
         """The start-up summary."""
-        self._prometheus.captured(stats["graph_count"], stats["graph_bytes"])
+        self._prometheus.held(stats["graph_count"], stats["graph_bytes"])
         log.info(
             "graphhal: %s: %d encoder graphs (%s) in %.1f s and %.1f s of self-check, %.0f MiB",
             self.model,
@@ -197,6 +198,10 @@ class Reporter:
                 "graphhal: %s: %d graphs dropped (%s): %s", self.model, count, shown, reason
             )
         self._write(stats)
+
+    def released(self) -> None:
+        """No graph is there any more."""
+        self._prometheus.held(0, 0)
 
     def due(self) -> bool:
         """Whether a line is due now."""

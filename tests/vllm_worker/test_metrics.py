@@ -43,7 +43,11 @@ def test_counters_of_a_worker_appear_in_another_process(tmp_path: Path) -> None:
         "reporter.served(stats)\n"
         "reporter.served(stats)\n"
         "stats['hits']['image'] = 10\n"
+        "stats['graph_count'] = 5\n"
         "reporter.served(stats)\n"
+        "other = Reporter('N', 0, None)\n"
+        "other.captured(stats)\n"
+        "other.released()\n"
     )
     server = (
         "import prometheus_client, prometheus_client.multiprocess as m, sys\n"
@@ -71,6 +75,10 @@ def test_counters_of_a_worker_appear_in_another_process(tmp_path: Path) -> None:
     assert 'graphhal_encoder_replays_total{graph="t/image[64]",model="M"} 3.0' in text
     assert 'graphhal_encoder_rows_total{kind="computed",model="M"} 768.0' in text
     assert 'graphhal_encoder_item_tokens_total{edge="64",model="M"} 5.0' in text
+    # Graphs given up since capture, and all of them after the release.
+    assert 'graphhal_encoder_graphs{model="M"} 5.0' in text
+    assert 'graphhal_encoder_graphs{model="N"} 0.0' in text
+    assert 'graphhal_encoder_graph_bytes{model="N"} 0.0' in text
 
 
 class Source:
