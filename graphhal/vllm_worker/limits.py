@@ -60,7 +60,7 @@ def merged(settings: Settings, compilation: Any) -> Settings:
         _agree(settings, "max_items", items, ITEMS)
         changes["max_items"] = items
     frames = getattr(compilation, FRAMES.rpartition(".")[2], None)
-    if frames:
+    if frames is not None:  # 0 is a number here: no films
         _agree(settings, "max_frames", frames, FRAMES)
         changes["max_frames"] = frames
     return settings.model_copy(update=changes)

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from graphhal.settings import Settings
+
 KNOWN_MODALITIES = ("audio", "image", "video", "vision_chunk")
 """What vLLM's runners call the modality of a group."""
 
@@ -47,10 +49,18 @@ def _has_dynamic_scales(model: Any) -> bool:
     return any(getattr(module, "_fp8_dynamic_scale", False) is True for module in model.modules())
 
 
-def enabled_modalities(names: tuple[str, ...], vllm_config: Any) -> tuple[str, ...]:
-    """The modalities that requests can carry: those that the engine does not limit to 0."""
+def enabled_modalities(
+    names: tuple[str, ...], vllm_config: Any, settings: Settings
+) -> tuple[str, ...]:
+    """The modalities that graphs may serve: those that the engine does not limit to 0, and films
+    where their frames are not."""
     multimodal = vllm_config.model_config.multimodal_config
-    return tuple(name for name in names if multimodal.get_limit_per_prompt(name) != 0)
+    return tuple(
+        name
+        for name in names
+        if multimodal.get_limit_per_prompt(name) != 0
+        and (name != "video" or settings.max_frames > 0)
+    )
 
 
 def misnamed(names: tuple[str, ...]) -> str | None:

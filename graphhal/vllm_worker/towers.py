@@ -126,7 +126,7 @@ def encoders_of(
     if wrong is not None:
         log.warning("graphhal: %s: %s", type(model).__name__, wrong)
     known = tuple(name for name in config.modalities if name in KNOWN_MODALITIES)
-    modalities = enabled_modalities(known, vllm_config)
+    modalities = enabled_modalities(known, vllm_config, settings)
     if not modalities:
         return []
     limits = limits_of(settings, vllm_config, model)
@@ -242,7 +242,7 @@ def _opted_in(model: Any) -> str | None:
 
 def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings) -> list[Encoder]:
     if name == "covo_audio":
-        return _covo_encoders(model, vllm_config)
+        return _covo_encoders(model, vllm_config, settings)
     inner = model
     while inner is not None and not hasattr(inner, "audio_tower"):
         inner = getattr(inner, "thinker", None)
@@ -253,13 +253,13 @@ def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings
         log.warning("graphhal: %s runs eagerly: %s", type(model).__name__, drift[0])
         return []
     encoders = []
-    vision = enabled_modalities(("image", "video"), vllm_config)
+    vision = enabled_modalities(("image", "video"), vllm_config, settings)
     tower = getattr(inner, "visual", None)
     if vision and hasattr(tower, "patch_embed"):
         adapter = _wrap_vision(tower, vision, "qwen3_omni")
         if adapter is not None:
             encoders.append(Encoder(adapter.name, vision, {"default": adapter}))
-    audio = enabled_modalities(("audio",), vllm_config)
+    audio = enabled_modalities(("audio",), vllm_config, settings)
     if audio and hasattr(inner.audio_tower, "conv2d1"):
         from graphhal.vllm_worker.qwen_towers import VllmQwenAudio
 
@@ -268,11 +268,11 @@ def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings
     return encoders
 
 
-def _covo_encoders(model: Any, vllm_config: Any) -> list[Encoder]:
+def _covo_encoders(model: Any, vllm_config: Any, settings: Settings) -> list[Encoder]:
     stage = getattr(model, "fused_thinker_talker", model)
     if not hasattr(stage, "audio_adapter"):
         return []  # another stage of the pipeline: it encodes nothing
-    if not enabled_modalities(("audio",), vllm_config):
+    if not enabled_modalities(("audio",), vllm_config, settings):
         return []
     from graphhal.adapters.covo_audio import CovoAudio
 

@@ -190,7 +190,16 @@ def test_dynamic_fp8_scales_change_on_the_host() -> None:
 def test_modalities_that_no_request_can_carry_get_no_graphs() -> None:
     vllm_config = config()
     vllm_config.model_config.multimodal_config = multimodal(video=0)
-    assert refusals.enabled_modalities(("image", "video"), vllm_config) == ("image",)
+    assert refusals.enabled_modalities(("image", "video"), vllm_config, Settings()) == ("image",)
+
+
+def test_no_frames_in_a_batch_are_no_films() -> None:
+    """Only None lets vLLM choose."""
+    without = compilation(encoder_cudagraph_max_frames_per_batch=0)
+    settings = merged(Settings(), without)
+    assert refusals.enabled_modalities(("image", "video"), config(), settings) == ("image",)
+    with pytest.raises(SettingsError, match=r"max_frames_per_batch is 0, .* max_frames is 8"):
+        merged(Settings(max_frames=8), without)
 
 
 def test_embeddings_are_refused_and_pixels_are_not() -> None:
