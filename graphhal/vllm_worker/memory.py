@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -37,8 +38,10 @@ SHARE_OF_REST = 0.5
 """Share of the card's rest that graphs may take where the KV cache has an explicit size."""
 SAMPLED = 12
 """Graphs captured for the profile of one encoder: the largest, and others spread over the ladder.
-Those tell what one more adds; a card hands memory out in pieces of 2 MiB, so two or three would
-tell little."""
+Those tell what one more adds; a card hands memory out in pieces, so two or three would tell
+little."""
+PIECE = 2 * 2**20
+"""Bytes; a card hands out memory in pieces of this size, PyTorch's allocator in ten times that."""
 PROFILERS = ("profile_cudagraph_memory", "_profile_cudagraph_memory")
 """Functions of vLLM's runners that capture in order to measure."""
 
@@ -218,12 +221,18 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     _settle()
     if not left_out:
         return report.num_bytes, 0
-    further = [line.num_bytes for line in report.captured[1:]]
-    rest = sum(further) * left_out // len(further)
+    rest = _each([line.num_bytes for line in report.captured[1:]]) * left_out
     limit = graphs.settings.memory_limit
     if isinstance(limit, int):
         rest = min(rest, max(0, limit - report.num_bytes))
     return report.num_bytes, rest
+
+
+def _each(further: Sequence[int]) -> int:
+    """Bytes that one more graph adds as a rule. Where a graph made the pool grow, the ones between
+    it and the next find room there, so that growth is not theirs too."""
+    most = int(median(further)) + PIECE
+    return sum(min(num_bytes, most) for num_bytes in further) // len(further)
 
 
 def _spread(keys: Sequence[GraphKey]) -> list[GraphKey]:

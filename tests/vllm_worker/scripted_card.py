@@ -49,6 +49,7 @@ def scripted(
     each: float,
     garbage: float = 0.0,
     loads: float = 0.0,
+    growth: float = 0.0,
 ) -> Platform:
     """The platform, with graphs that take memory of the card, and run again where they replay.
 
@@ -59,6 +60,7 @@ def scripted(
         each: bytes of every further graph.
         garbage: bytes that every eager reference leaves in a reference cycle.
         loads: bytes that the driver loads for good where a graph of a new size is captured.
+        growth: bytes by which the second graph makes the pool grow.
     """
     seen: set[int] = set()
     alive: dict[int, Owner] = {}
@@ -68,7 +70,7 @@ def scripted(
         if loads and request.key.size not in seen:
             seen.add(request.key.size)
             card.used += loads
-        num_bytes = int(each if alive else first)
+        num_bytes = int((each if alive else first) + growth * (len(alive) == 1))
         graph = CapturedGraph(request, object(), None, num_bytes)
         alive[id(graph)] = owner = Owner()
         card.take(num_bytes, owner)
