@@ -15,7 +15,7 @@ from graphhal.graph_set import Entry
 from graphhal.items import ItemSpec
 from graphhal.outputs import as_levels, runs, write_levels
 from graphhal.plan import Capacity, GraphKey
-from graphhal.platform import CapturedGraph, HostUpdate, Platform, StepScope
+from graphhal.platform import HostUpdate, Platform, StepScope
 
 
 class OuterCaptureError(Exception):
@@ -167,10 +167,10 @@ class Execution:
                         staging = error
                         raise
                     if self._update_first:
-                        self._update(graph, step.update)
+                        self._update(step.entry, step.update)
                     self._platform.replay(graph)
                     if not self._update_first:
-                        self._update(graph, step.update)
+                        self._update(step.entry, step.update)
                     self._copy_out(step, group, scope)
         except (ReplayError, torch.OutOfMemoryError):
             raise
@@ -259,12 +259,13 @@ class Execution:
                     group.tensor[target : target + length],
                 )
 
-    def _update(self, graph: CapturedGraph, update: HostUpdate) -> None:
+    def _update(self, entry: Entry, update: HostUpdate) -> None:
         if self._persist and self._on_device is update:
             return
         self._on_device = None
-        self._platform.update_boundaries(graph, update)
-        self._on_device = update
+        self._platform.update_boundaries(entry.graph, update)
+        if not entry.writes_packed:
+            self._on_device = update
 
     def _host_update(
         self, capacity: Capacity, layout: Layout, items: Sequence[ItemSpec]

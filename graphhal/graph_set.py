@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -82,11 +82,16 @@ class CaptureReport:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A graph that can be replayed, and where its inputs lie."""
+    """A graph that can be replayed, and where its inputs lie.
+
+    Attributes:
+        writes_packed: its forward changes packed inputs in place; they must be sent every time.
+    """
 
     capacity: Capacity
     layout: Layout
     graph: CapturedGraph
+    writes_packed: bool = False
 
 
 class GraphSet:
@@ -228,7 +233,11 @@ class GraphSet:
         started = perf_counter()
         try:
             request = self._request(capacity, layout, arena, stage)
+            with self._reference_step(request.inputs):
+                staged = request.packed.clone()
             graph = self._platform.capture(request)
+            with self._reference_step(request.inputs):
+                writes_packed = not torch.equal(request.packed, staged)
         except CaptureError as error:
             log.debug("%s: capture failed", capacity.key, exc_info=True)
             return error
@@ -237,7 +246,7 @@ class GraphSet:
         except Exception as error:
             log.debug("%s: capture failed", capacity.key, exc_info=True)
             return CaptureError(f"{type(error).__name__}: {error}")
-        entry = Entry(capacity, layout, graph)
+        entry = Entry(capacity, layout, graph, writes_packed)
         if limit_bytes is not None and self.num_bytes + graph.num_bytes > limit_bytes:
             needed = self.num_bytes + graph.num_bytes
             self._platform.release([graph])
@@ -286,13 +295,16 @@ class GraphSet:
         """The arenas, filled with zeros in a step of the platform: it sees a failure at once."""
         device, tokens = self._adapter.device, max(capacity.tokens for capacity, _ in planned)
         there = {"device": torch.empty(0, device=device)}  # which one, for the platform
-        with self._platform.step("reference", None, there, {}) or nullcontext():
+        with self._reference_step(there):
             return Arena(
                 device,
                 max(layout.bulk_bytes for _, layout in planned),
                 max(layout.packed_bytes for _, layout in planned),
                 torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=device),
             )
+
+    def _reference_step(self, inputs: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
+        return self._platform.step("reference", None, inputs, {}) or nullcontext()
 
     def _request(
         self,

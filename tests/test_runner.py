@@ -18,7 +18,7 @@ from graphhal.discovery import bind
 from graphhal.errors import AdapterError, InputError, RefusedError, ReplayError
 from graphhal.plan import GraphKey, MissReason
 from graphhal.runner import EncoderGraphs
-from graphhal.settings import Policy, Settings
+from graphhal.settings import Policy, SelfCheck, Settings
 from tests.plain_platform import PlainPlugin, plain_platform
 from tests.test_weights import REBINDINGS
 from tests.toy_encoder import FULL, WINDOWED, ToyEncoder, images, request
@@ -742,6 +742,25 @@ def test_boundaries_are_sent_again_only_when_something_changed():
     graphs.profile_memory()
     assert updates_while(plugin, lambda: run(images(3, 4))) == 1
     assert_equals_eager(graphs, images(3, 4))
+
+
+class WritesItsInputs(ToyEncoder):
+    """Shifts its positions and spoils its boundaries in place, as eager may: its are fresh."""
+
+    def forward(self, inputs, max_seqlen):
+        inputs["position_ids"].add_(1)
+        output = super().forward(inputs, max_seqlen)
+        inputs[FULL].zero_()
+        inputs["pixels"].mul_(3)
+        return output
+
+
+@pytest.mark.parametrize("self_check", list(SelfCheck))
+def test_what_a_forward_writes_to_its_inputs_is_gone_at_the_next_replay(platform, self_check):
+    graphs = serve(platform, WritesItsInputs(), self_check=self_check)
+    for asked in (images(3, 4), images(3, 4), images(3, 4), images(8), images(3, 4)):
+        assert_equals_eager(graphs, asked)
+    assert graphs.stats()["hits"] == {"image": 9}
 
 
 def test_boundaries_are_sent_again_after_recapture():
