@@ -18,12 +18,10 @@ class PathRule:
     Attributes:
         minimum: smallest budget; None for the model's own range.
         optional: a group may leave the path out.
-        shares_kwargs: one of several paths, whose buffers hold every item of the group.
     """
 
     minimum: int | None = None
     optional: bool = False
-    shares_kwargs: bool = False
 
 
 class Dialect:
@@ -33,14 +31,14 @@ class Dialect:
         """The model's paths, by name."""
         if getattr(config, "enable_dual_path_graph", False):
             return {
-                "global": PathRule(config.global_token_per_image, shares_kwargs=True),
-                "local": PathRule(config.local_token_per_patch, True, shares_kwargs=True),
+                "global": PathRule(config.global_token_per_image),
+                "local": PathRule(config.local_token_per_patch, True),
             }
         paths = getattr(config, "paths", None)
         if not paths:
             return {"default": PathRule()}
         return {
-            name: PathRule(rule.min_token_budget, rule.allow_zero_tokens, len(paths) > 1)
+            name: PathRule(rule.min_token_budget, rule.allow_zero_tokens)
             for name, rule in paths.items()
         }
 

@@ -343,9 +343,6 @@ class ProtocolAdapter(EncoderAdapter):
         if not self._has_axes and _are_all(items):
             return mm_kwargs
         positions = [_place_of(item)[0] for item in items]
-        if self.rule.shares_kwargs:
-            # The buffers of one of several paths hold all items of the batch.
-            positions = list(range(_place_of(items[0])[1]))
         subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
         expected = _axes_of(items[0])
         if for_graph and axes != expected:

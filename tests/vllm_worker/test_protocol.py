@@ -119,6 +119,28 @@ def test_a_ranks_share_with_other_axes_runs_eagerly(engine: Any) -> None:
     assert misses == {"image": {"the adapter does not replay such a group": 1}}
 
 
+def test_a_ranks_share_of_several_paths_is_its_own(engine: Any) -> None:
+    """As for Step3-VL, whose ranks may share items: the others' must not come along."""
+    from dataclasses import replace
+
+    from protocol_models import TwoPaths
+
+    model = TwoPaths()
+    (encoder,) = executor_for(engine, model)._served
+    group = {
+        "pixel_values": torch.randn(4, 4, 8),
+        "crops": torch.randn(4, 2, 8),
+        "num_crops": [1, 0, 2, 1],
+    }
+    whole = {path: graphs.run(group) for path, graphs in encoder.graphs.items()}
+    for path, graphs in encoder.graphs.items():
+        items = graphs.adapter.item_specs(group)
+        for share in ([0], [1, 2], [2], [2, 1]):
+            mine = tuple(replace(items[i], index=n) for n, i in enumerate(share))
+            assert equal(graphs.run_items(group, mine), [whole[path][i] for i in share])
+        assert graphs.stats()["misses"] == {}
+
+
 def test_a_buffer_without_a_value_is_refused_not_stale(engine: Any) -> None:
     from protocol_models import PaddedPositions
 
