@@ -156,4 +156,7 @@ class Arena:
 def host_block(num_bytes: int, device: torch.device) -> torch.Tensor:
     """A uint8 host tensor for one packed copy; pinned where the device is not the host."""
     # Named: a host's default device (`torch.set_default_device`) would take it.
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
+    block = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
+    if num_bytes and not block.data_ptr():  # torch_npu, where no pinned memory can be had
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    return block

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import RLock
 from time import perf_counter
 from typing import Any
@@ -301,7 +301,8 @@ class EncoderGraphs:
         if self.settings.policy is Policy.MEASURED:
             self._measure()
         if self.adapter.device.type != "cpu":
-            torch.accelerator.empty_cache()  # what references took is the host's again
+            with suppress(RuntimeError):  # where it waits for the device, and that fails
+                torch.accelerator.empty_cache()  # what references took is the host's again
 
     def _decides(self, ladder: Sequence[Capacity]) -> dict[str, Any]:
         """What becomes of a group depends on its sizes and on these; ranks compare them."""
@@ -433,7 +434,15 @@ class EncoderGraphs:
         limit, free = self.settings.memory_limit, self.platform.info.free_bytes
         if not isinstance(limit, float):
             return limit
-        return None if free is None else int(limit * free())  # None was refused at construction
+        if free is None:  # refused at construction
+            return None
+        try:
+            return int(limit * free())
+        except RuntimeError as error:
+            log.warning(
+                "%s: free device memory is unknown, no graphs: %s", self.adapter.name, error
+            )
+            return 0
 
     def _check(self) -> None:
         """Drop what disagrees with eager."""
