@@ -243,6 +243,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--stubs-only", action="store_true")
     options = parser.parse_args()
+    if (options.site / "torch" / "lib" / "libtorch_cuda.so").exists():
+        sys.exit(
+            f"error: the torch in {options.site} is a CUDA build, beside which torch_npu ends the "
+            "process as soon as torch is imported; install the CPU build of the same version"
+        )
     sources = sorted(path for path in HERE.iterdir() if path.suffix in {".py", ".cc", ".h"})
     mine = digest_of(*sources, wheels_of(options.site), options.stubs_only)
     mark = options.out / "built_from"

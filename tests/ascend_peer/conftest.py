@@ -28,7 +28,7 @@ if INSTALLED:
     # The runner's module allows them; the simulator has no kernels for them.
     torch.npu.config.allow_internal_format = False
 
-    from tests.ascend_simulated.conftest import schedule  # noqa: F401
+    from tests.ascend_simulated.conftest import trace  # noqa: F401
 else:
     collect_ignore = ["test_runners.py", "test_worker.py"]
 

@@ -11,6 +11,7 @@ from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
 from graphhal.self_check import Difference
 from graphhal.vllm_worker import plugin
 from graphhal.vllm_worker.executor import EncoderGraphExecutor
+from tests.ascend_simulated import simulator
 from tests.vllm_worker import vllm_on_cpu
 
 DEVICE = "npu:0"
@@ -145,7 +146,7 @@ CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("runner", [model_runner_v1.NPUModelRunner, NPUARModelRunner])
 @pytest.mark.parametrize("case", CASES)
 def test_a_runner_gets_from_graphs_what_it_gets_eagerly(
-    engine: Any, case: str, runner: type, schedule: str
+    engine: Any, case: str, runner: type, trace: "simulator.Trace"
 ) -> None:
     make, kinds, options = CASES[case]
     engine.additional_config = {"graphhal": {"self_check": "quick", **options}}
@@ -156,11 +157,16 @@ def test_a_runner_gets_from_graphs_what_it_gets_eagerly(
     made.capture(None)
     assert made.stats()["dropped"] == []
     groups = [group for kind in kinds for group in kind(model)]
-    for group in groups:
-        eager = vllm_on_cpu.run_v1(model, engine, None, [group], runner, DEVICE)
-        replayed = vllm_on_cpu.run_v1(model, engine, made, [group], runner, DEVICE)
-        assert worst(replayed, eager) < 1e-5
+    for schedule in simulator.SCHEDULES:
+        simulator.schedule(schedule)
+        for group in groups:
+            eager = vllm_on_cpu.run_v1(model, engine, None, [group], runner, DEVICE)
+            replayed = vllm_on_cpu.run_v1(model, engine, made, [group], runner, DEVICE)
+            assert worst(replayed, eager) < 1e-5, (schedule, group[0])
+        torch.npu.synchronize()
+    simulator.schedule("eager")
     assert set(made.stats()["hits"]) == {modality for modality, _ in groups}
     assert made.stats()["misses"] == {}
+    assert trace.hazards() == []
     made.clear()
     engine.additional_config = {}

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,6 +258,20 @@ def test_an_operator_of_the_older_interface_fails_and_names_itself() -> None:
             F.conv2d(X[None, None].npu(), Y[None, None, :3, :3].npu())
     finally:
         torch.npu.config.allow_internal_format = False
+
+
+def test_a_cuda_build_of_torch_is_refused_by_name(tmp_path: Path) -> None:
+    """torch_npu 2.13 aborts in its static initialisers there."""
+    library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    script = Path(__file__).parents[2] / "ci" / "ascend_simulator" / "make_stubs.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, tmp_path / "out"],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "is a CUDA build" in done.stderr
 
 
 def captured(body: Callable[[], None]) -> torch.npu.NPUGraph:
