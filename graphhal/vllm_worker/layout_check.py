@@ -1,13 +1,16 @@
-"""Compares the first group of every layout with eager, where the self-check had no real groups.
+"""Compares groups of new sizes with eager, where the self-check had no real groups.
 
 Most models' code is not known well enough to write a request for it. Their graphs are checked on
 the dummy inputs that the model itself makes, which cannot show that it prepares the buffers of
 some groups wrongly (vLLM 0.31 does so for Gemma 4's films). What a model prepares follows from
-sizes, so one group of a layout speaks for all.
+sizes, so a group speaks for all of its layout. A server sees more layouts than it could compare:
+a group whose sizes, neighbours and number of items have all been right before is not compared.
 """
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -19,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class LayoutCheck:
-    """Which layouts of one adapter's groups must never be replayed.
+    """Which groups of one adapter were right, and which must never be replayed.
+
+    Items have the signature (tokens, place, axes) of the protocol's adapter.
 
     Args:
         name: of the adapter.
@@ -29,14 +34,23 @@ class LayoutCheck:
     def __init__(self, name: str, tolerance: float | None) -> None:
         self._name = name
         self._tolerance = tolerance
+        self._right: set[Hashable] = set()
         self._wrong: set[Hashable] = set()
 
     def is_wrong(self, items: Sequence[ItemSpec]) -> bool:
-        """Whether groups of this layout were found to differ from eager."""
-        return bool(self._wrong) and _layout(items) in self._wrong
+        """Whether groups of this layout, or one of the items alone, were found to differ."""
+        if not self._wrong:
+            return False
+        kinds = _kinds(items)
+        return kinds in self._wrong or any((kind,) in self._wrong for kind in kinds)
+
+    def is_settled(self, graph: Hashable, items: Sequence[ItemSpec]) -> bool:
+        """Whether all that such a group consists of was right in others."""
+        return _parts(graph, items) <= self._right
 
     def compare(
         self,
+        graph: Hashable,
         items: Sequence[ItemSpec],
         staged: Callable[[], torch.Tensor],
         eager: Callable[[], torch.Tensor],
@@ -44,6 +58,7 @@ class LayoutCheck:
         """Compare what the graph is about to compute with eager.
 
         Args:
+            graph: that holds the group.
             items: the group.
             staged: runs the captured forward on the staged buffers; padding rows come last.
             eager: the model's own output for the same items.
@@ -59,8 +74,9 @@ class LayoutCheck:
                 f"no comparison with eager: {type(error).__name__}: {error}"
             ) from error
         if problem is None:
+            self._right |= _parts(graph, items)
             return
-        self._wrong.add(_layout(items))
+        self._wrong.add(_kinds(items))
         sizes = ", ".join(str(item.tokens) for item in items[:8])
         more = ", …" if len(items) > 8 else ""
         reason = (
@@ -83,5 +99,16 @@ class LayoutCheck:
         return f"relative L2 {found.relative_l2:.2e}, allowed {allowed:.0e}"
 
 
-def _layout(items: Sequence[ItemSpec]) -> Hashable:
-    return tuple((item.modality, item.signature) for item in items)
+def _kinds(items: Sequence[ItemSpec]) -> tuple[Hashable, ...]:
+    """What tells the items of a layout apart, in order."""
+    kinds = []
+    for item in items:
+        signature: Any = item.signature
+        kinds.append((item.modality, signature[0], signature[2]))
+    return tuple(kinds)
+
+
+def _parts(graph: Hashable, items: Sequence[ItemSpec]) -> set[Hashable]:
+    """Sizes, neighbouring sizes, and the number of items in the graph."""
+    kinds = _kinds(items)
+    return {*kinds, *pairwise(kinds), (graph, len(kinds))}

@@ -327,12 +327,15 @@ class ProtocolAdapter(EncoderAdapter):
                 raise
             except Exception as error:  # the model's own code, and its padding: eager needs neither
                 raise RefusedError(f"the model prepares no buffers: {error!r}") from error
-            if doubtful:
+            if doubtful and not self._layouts.is_settled(captured.number, frozen):
                 self._layouts.compare(
-                    frozen, lambda: self.forward(inputs, {}), lambda: self._own_eager(subset)
+                    captured.number,
+                    frozen,
+                    lambda: self.forward(inputs, {}),
+                    lambda: self._own_eager(subset),
                 )
-                doubtful = False
                 copy(prepared.values)  # again: a forward may have worked on its inputs in place
+            doubtful = False
 
         return stage
 

@@ -1,4 +1,4 @@
-"""The first group of a layout against eager: agreed, wrong for good, or not comparable now."""
+"""Groups of new sizes against eager: agreed, wrong for good, or not comparable now."""
 
 import pytest
 import torch
@@ -7,7 +7,15 @@ from graphhal.errors import RefusedError
 from graphhal.items import ItemSpec
 from graphhal.vllm_worker.layout_check import LayoutCheck
 
-ITEMS = tuple(ItemSpec(n, "image", 2, 2, {}, ("layout", n)) for n in range(2))
+
+def group(*tokens: int) -> tuple[ItemSpec, ...]:
+    return tuple(
+        ItemSpec(n, "image", t, t, {}, (t, (n, len(tokens)), ())) for n, t in enumerate(tokens)
+    )
+
+
+GRAPH = 7
+ITEMS = group(2, 2)
 EAGER = torch.arange(12.0).reshape(4, 3)
 
 
@@ -17,7 +25,7 @@ def padded(rows: torch.Tensor) -> torch.Tensor:
 
 def test_padding_rows_are_not_compared() -> None:
     check = LayoutCheck("model", None)
-    check.compare(ITEMS, lambda: padded(EAGER), lambda: EAGER)
+    check.compare(GRAPH, ITEMS, lambda: padded(EAGER), lambda: EAGER)
     assert not check.is_wrong(ITEMS)
 
 
@@ -25,13 +33,46 @@ def test_padding_rows_are_not_compared() -> None:
 def test_a_layout_that_differs_is_wrong_for_good(eager: torch.Tensor) -> None:
     check = LayoutCheck("model", None)
     with pytest.raises(RefusedError, match="2 items of 2, 2 tokens"):
-        check.compare(ITEMS, lambda: padded(EAGER), lambda: eager)
+        check.compare(GRAPH, ITEMS, lambda: padded(EAGER), lambda: eager)
     assert check.is_wrong(ITEMS)
-    assert not check.is_wrong(ITEMS[:1])
+    assert not check.is_wrong(group(2))
+    assert not check.is_settled(GRAPH, ITEMS)
+
+
+def test_an_item_that_is_wrong_alone_is_wrong_in_every_group() -> None:
+    check = LayoutCheck("model", None)
+    with pytest.raises(RefusedError, match="1 items of 4 tokens"):
+        check.compare(GRAPH, group(4), lambda: EAGER, lambda: EAGER * 1.01)
+    assert check.is_wrong(group(2, 4))
+    assert not check.is_wrong(group(2, 3))
+
+
+def right(check: LayoutCheck, graph: int, *tokens: int) -> None:
+    rows = torch.ones(sum(tokens), 3)
+    check.compare(graph, group(*tokens), lambda: rows, lambda: rows)
+
+
+def test_what_was_right_in_other_groups_is_settled() -> None:
+    check = LayoutCheck("model", None)
+    right(check, GRAPH, 2, 3, 3)
+    right(check, GRAPH, 3, 2)
+    assert check.is_settled(GRAPH, group(3, 3, 2))
+    assert check.is_settled(GRAPH, group(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("graph", "tokens"),
+    [(GRAPH, (4, 3)), (GRAPH, (3, 2)), (GRAPH, (2, 3, 3)), (8, (2, 3))],
+    ids=["another size", "another order", "more items", "another graph"],
+)
+def test_anything_new_is_compared(graph: int, tokens: tuple[int, ...]) -> None:
+    check = LayoutCheck("model", None)
+    right(check, GRAPH, 2, 3)
+    assert not check.is_settled(graph, group(*tokens))
 
 
 def test_the_tolerance_of_the_settings_holds() -> None:
-    LayoutCheck("model", 0.02).compare(ITEMS, lambda: EAGER, lambda: EAGER * 1.01)
+    LayoutCheck("model", 0.02).compare(GRAPH, ITEMS, lambda: EAGER, lambda: EAGER * 1.01)
 
 
 def test_what_cannot_be_compared_now_may_be_later() -> None:
@@ -40,5 +81,5 @@ def test_what_cannot_be_compared_now_may_be_later() -> None:
 
     check = LayoutCheck("model", None)
     with pytest.raises(RefusedError, match="no room"):
-        check.compare(ITEMS, lambda: EAGER, full)
+        check.compare(GRAPH, ITEMS, lambda: EAGER, full)
     assert not check.is_wrong(ITEMS)
