@@ -17,11 +17,9 @@ class PathRule:
 
     Attributes:
         minimum: smallest budget; None for the model's own range.
-        optional: a group may leave the path out.
     """
 
     minimum: int | None = None
-    optional: bool = False
 
 
 class Dialect:
@@ -32,15 +30,12 @@ class Dialect:
         if getattr(config, "enable_dual_path_graph", False):
             return {
                 "global": PathRule(config.global_token_per_image),
-                "local": PathRule(config.local_token_per_patch, True),
+                "local": PathRule(config.local_token_per_patch),
             }
         paths = getattr(config, "paths", None)
         if not paths:
             return {"default": PathRule()}
-        return {
-            name: PathRule(rule.min_token_budget, rule.allow_zero_tokens)
-            for name, rule in paths.items()
-        }
+        return {name: PathRule(rule.min_token_budget) for name, rule in paths.items()}
 
     def axes(self, config: Any) -> Sequence[Sequence[Hashable]]:
         """Capture axes beside the token budget; none before 0.30."""

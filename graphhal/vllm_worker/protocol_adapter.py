@@ -1,7 +1,8 @@
 """Any model with vLLM's encoder-graph protocol, where the model's own code prepares the buffers."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -388,7 +389,8 @@ class ProtocolAdapter(EncoderAdapter):
         return self._unpadded(subset) if self._rows_per_token() > 1 else self._models_eager(subset)
 
     def _models_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
-        output = self.dialect.eager(self.model, subset, self.path_name)
+        with _alone(self.model):
+            output = self.dialect.eager(self.model, subset, self.path_name)
         return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
@@ -513,6 +515,20 @@ def _scales_boundaries(model: Any) -> bool:
         for module in tower_modules(model)
     }
     return "FLASHINFER" in backends
+
+
+@contextmanager
+def _alone(model: Any) -> Iterator[None]:
+    """Without the model's own spreading of items over ranks (Kimi K2.5's eager code spreads): each
+    rank encodes its share by itself, and the others would not come to the gather."""
+    spreads = getattr(model, "use_data_parallel", False) is True
+    if spreads:
+        model.use_data_parallel = False
+    try:
+        yield
+    finally:
+        if spreads:
+            model.use_data_parallel = True
 
 
 def _safe_bound(

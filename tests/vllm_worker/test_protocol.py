@@ -141,6 +141,24 @@ def test_a_ranks_share_of_several_paths_is_its_own(engine: Any) -> None:
         assert graphs.stats()["misses"] == {}
 
 
+def test_a_ranks_own_eager_call_spreads_nothing(engine: Any) -> None:
+    """Kimi K2.5's eager code gathers from all ranks, where ours asks one of them alone."""
+    from protocol_models import Base
+
+    class Spreads(Base):
+        use_data_parallel = True
+
+        def encoder_eager_forward(self, *args: Any, **options: Any) -> torch.Tensor:
+            assert not self.use_data_parallel, "the other ranks do not come"
+            return super().encoder_eager_forward(*args, **options)
+
+    model = Spreads()
+    (graphs,) = executor_for(engine, model)._graphs()
+    group = {"pixel_values": torch.randn(9, 4, 8)}
+    assert equal(graphs.run(group), model.embed_multimodal(**group))
+    assert model.use_data_parallel
+
+
 def test_a_buffer_without_a_value_is_refused_not_stale(engine: Any) -> None:
     from protocol_models import PaddedPositions
 
