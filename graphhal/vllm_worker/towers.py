@@ -76,6 +76,10 @@ def settings_of(vllm_config: Any) -> Settings:
     """
     additional = getattr(vllm_config, "additional_config", None)
     own = additional.get("graphhal", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(own, Mapping):
+        raise SettingsError(
+            f"additional_config['graphhal'] must be a mapping of options to values, got {own!r}"
+        )
     settings = Settings.from_mapping(own)
     for name in settings.vllm_models:
         if name not in OPT_IN:

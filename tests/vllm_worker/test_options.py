@@ -113,6 +113,9 @@ def test_unknown_option_in_additional_config() -> None:
         settings_of(types.SimpleNamespace(additional_config={"graphhal": {"budgets": [1]}}))
     with pytest.raises(SettingsError, match="'gemma' is not known"):
         settings_of(types.SimpleNamespace(additional_config={"graphhal": {"vllm_models": "gemma"}}))
+    for wrong in (None, [], "policy=packed"):
+        with pytest.raises(SettingsError, match=r"additional_config\['graphhal'\] must be"):
+            settings_of(types.SimpleNamespace(additional_config={"graphhal": wrong}))
     assert settings_of(types.SimpleNamespace(additional_config=None)).vllm_models == ()
     assert settings_of(types.SimpleNamespace()).vllm_models == ()
 
