@@ -4,6 +4,7 @@
     python benchmarks/vllm_towers.py --backend FLASH_ATTN [--out FILE.json]      # some 100 s
     python benchmarks/vllm_towers.py --rounds 4 --images 1,8 --sides 7,28        # quick
     python benchmarks/vllm_towers.py --model omni       # the thinker's towers, eager and own
+    python benchmarks/vllm_towers.py --groups 200       # random groups against eager, no timings
     python benchmarks/vllm_towers.py --dry      # a small tower on a CPU, graphs by stand-ins
 
 The full-size Qwen3-VL vision tower with random weights, bfloat16. Contestants:
@@ -20,6 +21,7 @@ import contextlib
 import gc
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -37,6 +39,7 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--model", choices=["vl", "omni"], default="vl")
 parser.add_argument("--backend", default="FLASH_ATTN", help="of vLLM's vision attention")
 parser.add_argument("--dry", action="store_true", help="small tower, CPU, stand-in graphs")
+parser.add_argument("--groups", type=int, default=0, help="random groups, instead of timings")
 parser.add_argument("--rounds", type=int, default=8, help="timed calls of each contestant")
 parser.add_argument("--images", default="1,2,4,8", help="pictures in a group")
 parser.add_argument("--sides", default="7,10,14,20,28", help="tokens of a picture: side x side")
@@ -112,7 +115,7 @@ if A.dry:
     A.sides, A.images, A.rounds = "2,4", "1,2", 2
 SIDES = [int(side) for side in A.sides.split(",")]
 COUNTS = [int(count) for count in A.images.split(",")]
-A.top = A.top or max(SIDES) ** 2 * (max(COUNTS) if A.model == "vl" else 1)
+A.top = A.top or (2048 if A.groups else max(SIDES) ** 2 * (max(COUNTS) if A.model == "vl" else 1))
 NAMES = ["peer exact", "peer 2^k", "protocol", "own"]
 
 
@@ -225,15 +228,20 @@ def thinker(config: Any) -> Any:
 
 
 def pictures(sides: list[int]) -> dict[str, Any]:
-    grids = [[1, 2 * side, 2 * side] for side in sides]
+    return patches([(side, side) for side in sides])
+
+
+def patches(sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """Pictures of so many tokens high and wide."""
+    grids = [[1, 2 * high, 2 * wide] for high, wide in sizes]
     width = 3 * TOWER.get("temporal_patch_size", 2) * TOWER["patch_size"] ** 2
     rows = sum(h * w for _, h, w in grids)
     pixels = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
 
 
-def clips(seconds: list[float]) -> dict[str, Any]:
-    lengths = [int(100 * s) for s in seconds]
+def clips(lengths: list[int]) -> dict[str, Any]:
+    """Clips of so many frames, a hundred of them a second."""
     features = torch.randn(128, sum(lengths), device=DEVICE, dtype=DTYPE)
     return {
         "input_audio_features": features,
@@ -536,8 +544,10 @@ def omni(config: Any) -> list[str]:
     groups = {
         f"image {side * side}": pictures([side]) for side in ([2, 4] if A.dry else [7, 14, 28])
     }
-    groups |= {f"audio {s} s": clips([s]) for s in ([2.0] if A.dry else [1.4, 5.0, 15.0, 60.0])}
-    groups["audio 4 clips"] = clips([1.4, 3.0, 5.0, 2.2])
+    groups |= {
+        f"audio {s} s": clips([int(100 * s)]) for s in ([2.0] if A.dry else [1.4, 5.0, 15.0, 60.0])
+    }
+    groups["audio 4 clips"] = clips([140, 300, 500, 220])
     for group in groups.values():
         model.embed_multimodal(**group)
     graphs = Contestant("own", lambda: ours(config, model, vllm_models="qwen3_omni"))
@@ -564,9 +574,98 @@ def omni(config: Any) -> list[str]:
     return lines + ending(left_out, failure)
 
 
+EXPECTED = ("more rows", "more items", "the adapter does not replay")
+"""How the reasons begin for which random groups may run eagerly."""
+
+
+def sizes_of_groups(draw: Callable[[random.Random], Any], most: int) -> Iterator[list[Any]]:
+    """Random groups; every third repeats sizes, or their total in another order."""
+    rng, before = random.Random(0), [draw(random.Random(0))]
+    for number in range(A.groups):
+        if number % 3 == 1:
+            sizes = list(before)
+        elif number % 3 == 2:
+            sizes = rng.sample(before, len(before))
+        else:
+            sizes = [draw(rng) for _ in range(rng.randint(1, most))]
+        before = sizes
+        yield sizes
+
+
+def parity(
+    name: str,
+    manager: Any,
+    groups: Iterator[dict[str, Any]],
+    eager: Callable[[dict[str, Any]], torch.Tensor],
+) -> tuple[str, bool]:
+    """A line of the table, and whether it is right."""
+    worst, equal, bad, before = 0.0, 0, 0, manager.stats()["graph_hits"]
+    for group in groups:
+        outputs = manager.execute(dict(group))
+        if outputs is None:
+            continue
+        want, got = eager(group).double(), torch.cat(outputs).double()
+        bad += int((~torch.isfinite(got)).sum())
+        worst = max(worst, float((got - want).norm() / want.norm()))
+        equal += bool(torch.equal(got, want))
+    stats = manager.stats()
+    reasons = {reason: n for by in stats["misses"].values() for reason, n in by.items()}
+    hits = stats["graph_hits"] - before
+    right = worst <= 2e-2 and not bad and hits > 0
+    right &= all(reason.startswith(EXPECTED) for reason in reasons)
+    missed = "; ".join(f"{n}: {reason}" for reason, n in reasons.items()) or "none"
+    return f"| {name} | {A.groups} | {worst:.1e} | {equal} | {hits} | {missed} |", right
+
+
+def random_groups(config: Any) -> list[str]:
+    """Every adapter against the model's own eager code, over random groups."""
+
+    def picture(rng: random.Random) -> tuple[int, int]:
+        return rng.randint(1, 14), rng.randint(1, 14)
+
+    def frames(rng: random.Random) -> int:
+        return rng.choice((rng.randint(1, 99), 100, 800, rng.randint(100, 3000)))
+
+    def photos() -> Iterator[dict[str, Any]]:
+        return map(patches, sizes_of_groups(picture, 10))
+
+    lines, right = [f"{A.backend}, {A.groups} random groups of each, eager against graph"], True
+    lines += [
+        "| tower | groups | worst relative L2 | bit-equal | hits | misses |",
+        "|---" * 6 + "|",
+    ]
+    model = qwen3_vl(config)
+    for adapter in ("own", "protocol"):
+        manager = ours(config, model, vllm_adapter=adapter)
+        line, fine = parity(
+            f"Qwen3-VL, {adapter}", manager, photos(),
+            lambda group: model.encoder_eager_forward(dict(group)),
+        )  # fmt: skip
+        lines.append(line)
+        right &= fine
+        manager.clear()
+    model = thinker(config)
+
+    def embedded(group: dict[str, Any]) -> torch.Tensor:
+        return torch.cat(list(model.embed_multimodal(**group)))
+
+    for name, groups in (
+        ("pictures", photos()), ("clips", map(clips, sizes_of_groups(frames, 6)))
+    ):  # fmt: skip
+        manager = ours(config, model, vllm_models="qwen3_omni", audio_chunks="1-64")
+        line, fine = parity(f"Qwen3-Omni thinker, {name}", manager, groups, embedded)
+        lines.append(line)
+        right &= fine
+        manager.clear()
+    return [*lines, "all right" if right else "ENDED EARLY: a line is wrong"]
+
+
 def main() -> int:
     with engine() as config, torch.inference_mode():
-        lines = vision(config) if A.model == "vl" else omni(config)
+        if A.groups:
+            lines = random_groups(config)
+        else:
+            lines = vision(config) if A.model == "vl" else omni(config)
     print("\n".join(lines), flush=True)
     return 1 if lines[-1].startswith("ENDED EARLY") else 0
 
