@@ -68,7 +68,8 @@ def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
 
     captured: list[CapturedGraph] = []
     pool: Any = None
-    index = npu.current_device()
+    given = (request.device.index for request in requests if request.device.index is not None)
+    index = next(given, npu.current_device())
     before = settled_bytes(index)
     npu.reset_peak_memory_stats(index)
     reserved = npu.memory_reserved(index)

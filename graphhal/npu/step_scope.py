@@ -103,19 +103,21 @@ class StepOnCurrentStream:
 
 def replay_scope(lane: Lane, what: str, serving: Serving) -> StepOnLane | None:
     """Scope of a replay; None within an outer capture."""
-    if npu.is_current_stream_capturing():
+    if _is_captured(lane.index):
         return None
     return StepOnLane(lane, serving, partial(replay_error, what=what))
 
 
 def eager_scope(serving: Serving, is_reference: bool) -> StepOnLane | StepOnCurrentStream:
-    """Scope of an eager call.
+    """Scope of an eager call, on the device that its inputs are on.
 
     Raises:
         CaptureError: a reference, and the device is out of streams.
     """
-    device = torch.device("npu", npu.current_device())
-    if npu.is_current_stream_capturing():
+    device = next((tensor.device for tensor in serving.inputs.values()), None)
+    if device is None or device.index is None:
+        device = torch.device("npu", npu.current_device())
+    if _is_captured(device.index):
         return StepOnCurrentStream(device, serving)
     typed = partial(capture_error, what="eager reference") if is_reference else None
     try:
@@ -124,3 +126,10 @@ def eager_scope(serving: Serving, is_reference: bool) -> StepOnLane | StepOnCurr
         if typed is not None:
             raise typed(error) from error
         return StepOnCurrentStream(device, serving)
+
+
+def _is_captured(index: int) -> bool:
+    """Whether somebody captures the current stream of this device."""
+    with npu.device(index):
+        captured: bool = npu.is_current_stream_capturing()
+    return captured

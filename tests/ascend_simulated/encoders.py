@@ -63,12 +63,16 @@ def twins(
 
 
 def toy_twins(
-    platform: Platform, settings: Settings, budgets: Sequence[int] = (4, 8, 24), **knobs: Any
+    platform: Platform,
+    settings: Settings,
+    budgets: Sequence[int] = (4, 8, 24),
+    device: str = "npu:0",
+    **knobs: Any,
 ) -> Twins:
     """The toy encoder with these knobs."""
     ours, reference = (ToyEncoder(budgets=budgets, **knobs) for _ in range(2))
-    ours.tower.to("npu:0")
-    ours.device = torch.device("npu:0")
+    ours.tower.to(device)
+    ours.device = torch.device(device)
     return _both(ours, reference, platform, settings)
 
 

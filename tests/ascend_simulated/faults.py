@@ -29,12 +29,12 @@ from tests.toy_encoder import images  # noqa: E402
 REQUESTS = ((2, 3), (5,))
 
 
-def tower_of_this_process() -> Twins:
+def tower_of_this_process(device: str = "npu:0") -> Twins:
     """A small tower; opens the device."""
     info = plugin.graphhal_probe()
     assert isinstance(info, PlatformInfo), info
     settings = Settings(self_check="off", max_items=3)
-    return toy_twins(bind(plugin, info, "npu"), settings, budgets=(8,))
+    return toy_twins(bind(plugin, info, "npu"), settings, device=device, budgets=(8,))
 
 
 def serve(tower: Twins) -> None:

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import textwrap
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,36 @@ def test_a_graphs_memory_does_not_grow_with_its_layers(
     few = bytes_with(2)
     assert few > 0
     assert bytes_with(8) <= 1.5 * few
+
+
+def test_a_tower_lives_on_another_device_than_the_current_one() -> None:
+    program = """
+        import warnings; warnings.simplefilter("ignore")
+        import torch
+        from tests.ascend_simulated import simulator
+        from tests.ascend_simulated.encoders import assert_equal
+        from tests.ascend_simulated.faults import tower_of_this_process
+        from tests.toy_encoder import images
+        tower = tower_of_this_process("npu:1")
+        assert not tower.graphs.capture().dropped
+        for schedule in simulator.SCHEDULES:
+            simulator.schedule(schedule)
+            for tokens in ((2, 3), (5,), (30,)):  # replayed, replayed, eager
+                request = images(*tokens)
+                outputs = tower.graphs.run(request)
+                assert outputs[0].device == torch.device("npu:1"), outputs[0].device
+                assert_equal(outputs, tower.expected(request), torch.float32)
+        tower.graphs.profile_memory()
+        tower.graphs.clear()
+        assert torch.npu.current_device() == 0
+        print(torch.npu.memory_reserved(0), sum(tower.graphs.stats()["hits"].values()))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "CANN_SIM_DEVICES": "2"},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["0 9"], done.stderr[-3000:]
 
 
 @pytest.mark.timeout(300)
