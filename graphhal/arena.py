@@ -97,6 +97,10 @@ class Layout:
             spec = self.specs[name]
             start, size = self._packed[name]
             dtype = _NUMPY_DTYPES[spec.dtype]
+            if not isinstance(array, np.ndarray):
+                raise AdapterError(
+                    f"metadata {name!r} must be a NumPy array, got {type(array).__name__}"
+                )
             target = host[start : start + size].view(dtype).reshape(spec.shape)
             fits = (
                 array.ndim > 0

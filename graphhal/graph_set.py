@@ -130,14 +130,21 @@ class GraphSet:
         """
         report = CaptureReport()
         started = perf_counter()
-        left = [
-            (capacity, Layout(self._adapter.buffers(capacity)))
-            for capacity in _largest_first(ladder)
-        ]
+        left: list[tuple[Capacity, Layout]] = []
+        broken: dict[GraphKey, CaptureError] = {}
+        for capacity in _largest_first(ladder):
+            try:
+                layout = Layout(self._adapter.buffers(capacity))
+            except Exception as error:
+                log.debug("%s: no buffers", capacity.key, exc_info=True)
+                broken[capacity.key] = CaptureError(f"no buffers: {type(error).__name__}: {error}")
+                layout = Layout({})
+            left.append((capacity, layout))
         total = len(left)
         while left:
             problem = self._make_arena(left, output)
             capacity, layout = left.pop(0)
+            problem = broken.get(capacity.key, problem)
             # Agreed before a capture, too: the others would run its collectives alone.
             problem = self._agreed(capacity.key, problem, report)
             if problem is None and self.arena is not None:

@@ -1,9 +1,10 @@
 """How groups of items are served, computed once for equal sizes and kept while that stays true."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 
 from graphhal.adapter import EncoderAdapter
 from graphhal.errors import AdapterError
@@ -76,7 +77,12 @@ class GroupPlans:
         key = tuple(
             [(i.modality, i.signature, i.frames, i.row_offset, i.rows, i.tokens) for i in items]
         )
-        plan = self._kept.get(key)
+        try:
+            plan = self._kept.get(key)
+        except TypeError as error:
+            raise AdapterError(
+                f"{self._adapter.name}: signatures of items must be hashable: {error}"
+            ) from error
         if plan is not None:
             if all(self._adapter.refusal(part) == said for part, said in plan.refusals):
                 self._kept.move_to_end(key)
@@ -91,7 +97,7 @@ class GroupPlans:
         return plan
 
     def _made(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
-        _check(self._adapter, items)
+        check_items(self._adapter, items)
         # Before the plan: if the answer changes meanwhile, the next request plans anew.
         refusals = self._refusals(items)
         starts = token_starts(items)
@@ -114,12 +120,12 @@ class GroupPlans:
         return tuple((part, self._adapter.refusal(part)) for part in map(tuple, parts.values()))
 
 
-def _check(adapter: EncoderAdapter, items: tuple[ItemSpec, ...]) -> None:
+def check_items(adapter: EncoderAdapter, items: Sequence[ItemSpec]) -> None:
     """Refuse specs that no plan could hold.
 
     Raises:
-        AdapterError: out of order, a later part of an item, or without rows, tokens or attention
-            sequences.
+        AdapterError: out of order, a later part of an item, without rows, tokens or attention
+            sequences, or with sizes that are no host integers.
     """
     if any(item.index != position for position, item in enumerate(items)):
         raise AdapterError(f"{adapter.name}: item_specs must come in request order")
@@ -130,6 +136,11 @@ def _check(adapter: EncoderAdapter, items: tuple[ItemSpec, ...]) -> None:
                 f"{adapter.name}: item {item.index} is a later part of an item; pass whole ones"
             )
         sequences = item.sequences.values()
+        sizes = (item.rows, item.tokens, item.frames, item.row_offset, *chain(*sequences))
+        if not all(isinstance(size, Integral) for size in sizes):  # a tensor adds up in place
+            raise AdapterError(
+                f"{adapter.name}: sizes of item {item.index} must be host integers, got {item}"
+            )
         counts = (item.rows, item.tokens + 1, *map(len, sequences), *chain(*sequences))
         if min(counts) < 1:
             raise AdapterError(

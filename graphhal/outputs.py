@@ -23,7 +23,9 @@ def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
         for level in levels
     ):
         shown = [
-            f"{level.dtype}{list(level.shape)}" if isinstance(level, torch.Tensor) else repr(level)
+            f"{level.dtype}{list(level.shape)}"
+            if isinstance(level, torch.Tensor)
+            else type(level).__name__
             for level in levels
         ]
         raise AdapterError(

@@ -27,7 +27,7 @@ from graphhal.execution import (
     without_autocast,
 )
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
-from graphhal.group_plans import GroupPlan, GroupPlans
+from graphhal.group_plans import GroupPlan, GroupPlans, check_items
 from graphhal.items import ItemSpec
 from graphhal.outputs import split_items, token_starts
 from graphhal.peers import Peers
@@ -202,6 +202,7 @@ class EncoderGraphs:
         if not items:
             return []
         with self._lock:
+            check_items(self.adapter, items)
             starts = token_starts(items)
             output = GroupOutput(starts[-1])
             self._execution.eager(mm_kwargs, items, starts, output)
@@ -281,6 +282,8 @@ class EncoderGraphs:
         if problem is None:
             try:
                 output = self._first_output(ladder)
+                # After the first forward: it may have made what it keeps between calls.
+                self._watch = WeightWatch(self.adapter.modules())
             except CaptureError as error:
                 problem = str(error)
             except Exception as error:
@@ -291,8 +294,6 @@ class EncoderGraphs:
             reason = str(problem)
             self.report.dropped = [Dropped(capacity.key, reason) for capacity in ladder]
             return
-        # After the first forward: it may have made what it keeps between calls.
-        self._watch = WeightWatch(self.adapter.modules())
         self.report = self._graphs.capture(
             ladder, output, self._execution.example, self._limit(), progress
         )

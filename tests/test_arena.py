@@ -93,6 +93,12 @@ def test_metadata_that_does_not_fit_names_its_buffer(array):
         pack(array)
 
 
+@pytest.mark.parametrize("value", [[1, 2], torch.ones(2, dtype=torch.int32), None])
+def test_metadata_that_is_no_array_names_its_buffer(value):
+    with pytest.raises(AdapterError, match=r"^metadata 'a' must be a NumPy array, got "):
+        pack(value)
+
+
 def test_wider_integers_of_small_value_fit():
     block = pack(np.array([1, -2], np.int64))
     assert block.view(torch.int32)[:4].tolist() == [1, -2, 0, 0]

@@ -237,6 +237,35 @@ def test_a_graph_without_a_worst_case_that_fits_is_dropped():
         assert_still_serves(graphs)
 
 
+def test_graphs_whose_buffers_the_adapter_cannot_name_are_dropped_and_the_others_serve():
+    class Careless(ToyEncoder):
+        def buffers(self, capacity):
+            if capacity.key.path and capacity.tokens in (8, 32) and capacity.items > 1:
+                raise ZeroDivisionError("adapter bug")
+            return super().buffers(capacity)
+
+    graphs = graphs_on(PlainPlugin(), Careless(budgets=BUDGETS))
+    report = graphs.capture()
+    assert sizes(report.dropped) == [32, 8]
+    assert {line.reason for line in report.dropped} == {
+        "no buffers: ZeroDivisionError: adapter bug"
+    }
+    assert sizes(report.captured) == [16, 4]
+    assert_still_serves(graphs)
+
+
+def test_modules_that_the_adapter_cannot_name_are_a_server_without_graphs():
+    class Careless(ToyEncoder):
+        def modules(self):
+            raise ZeroDivisionError("adapter bug")
+
+    graphs = graphs_on(PlainPlugin(), Careless(budgets=BUDGETS))
+    report = graphs.capture()
+    assert (report.captured, len(report.dropped)) == ([], len(BUDGETS))
+    assert "ZeroDivisionError: adapter bug" in report.dropped[0].reason
+    assert_still_serves(graphs)
+
+
 def test_a_forward_of_another_size_under_capture_is_dropped():
     class Forgetful(ToyEncoder):
         def forward(self, inputs, max_seqlen):

@@ -115,3 +115,8 @@ def test_levels_of_another_width_are_refused(width):
 def test_tokens_are_never_broadcast():
     with pytest.raises(AdapterError, match=r"^the forward made 1 tokens of 2 columns, 4 of 2 are"):
         write_levels(torch.zeros(1, 2), torch.zeros(4, 2))
+
+
+def test_what_is_no_tensor_is_told_by_its_type_not_by_its_values():
+    with pytest.raises(AdapterError, match=r"got \['dict'\]$"):
+        as_levels({"features": torch.ones(2, 3)})

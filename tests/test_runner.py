@@ -685,6 +685,11 @@ def test_an_adapter_that_cannot_stage_a_request_fails_it_alone(platform):
         ({"sequences": {"cu_seqlens": (4, 0), "cu_window_seqlens": (4,)}}, "item 0 needs a row"),
         ({"tokens": -1}, "item 0 needs a row"),
         ({"rows": 0}, "item 0 needs a row"),
+        ({"rows": torch.tensor(4)}, "sizes of item 0 must be host integers"),
+        ({"tokens": torch.tensor(2)}, "sizes of item 0 must be host integers"),
+        ({"tokens": 2.0}, "sizes of item 0 must be host integers"),
+        ({"sequences": {FULL: (4.0,), WINDOWED: (4,)}}, "sizes of item 0 must be host integers"),
+        ({"signature": [4]}, "signatures of items must be hashable"),
         ({"sequences": {"cu_seqlens": (4,)}}, "items of one path have the same boundary sets"),
     ],
 )
@@ -700,6 +705,9 @@ def test_specs_that_no_plan_could_hold_are_the_adapters_fault(platform, change, 
     graphs.adapter.odd = True
     with pytest.raises(AdapterError, match=words):
         graphs.run(images(2, 2))
+    if "signature" not in change:
+        with pytest.raises(AdapterError, match=words):
+            graphs.run_eager(images(2, 2))
     graphs.adapter.odd = False
     assert_equals_eager(graphs, images(2, 2))
 
