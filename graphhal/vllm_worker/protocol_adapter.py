@@ -319,7 +319,7 @@ class ProtocolAdapter(EncoderAdapter):
             try:
                 subset = mm_kwargs if whole else self._subset(mm_kwargs, frozen)
                 prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
-                    subset, captured.items, captured.frames, self.path_name
+                    dict(subset), captured.items, captured.frames, self.path_name
                 )
                 if patches is not None:
                     _check_rows(prepared.values.get(grid_requests.PIXELS), patches)
@@ -390,7 +390,7 @@ class ProtocolAdapter(EncoderAdapter):
 
     def _models_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
         with _alone(self.model):
-            output = self.dialect.eager(self.model, subset, self.path_name)
+            output = self.dialect.eager(self.model, dict(subset), self.path_name)
         return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class ProtocolAdapter(EncoderAdapter):
         """What the graph computes, without its padding: rows that the model merges afterwards."""
         count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
         prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
-            mm_kwargs, count, max(count, self.limits.frames), self.path_name
+            dict(mm_kwargs), count, max(count, self.limits.frames), self.path_name
         )
         values = {name: value for name, value in prepared.values.items() if value is not None}
         for name, value in self._host_values.items():  # what a model bakes it may not prepare again

@@ -1,5 +1,6 @@
 """Special cases of vLLM's encoder-graph protocol: paths, axes, padding, rounding, refusals."""
 
+import types
 from typing import Any
 
 import pytest
@@ -157,6 +158,29 @@ def test_a_ranks_own_eager_call_spreads_nothing(engine: Any) -> None:
     group = {"pixel_values": torch.randn(9, 4, 8)}
     assert equal(graphs.run(group), model.embed_multimodal(**group))
     assert model.use_data_parallel
+
+
+def test_a_models_code_works_on_a_copy_of_the_kwargs(engine: Any) -> None:
+    """What it takes out would be missing where the group runs eagerly after all."""
+    from protocol_models import Base
+
+    class Takes(Base):
+        def prepare_encoder_cudagraph_replay_buffers(
+            self, mm_kwargs: dict[str, Any], *rest: Any, **options: Any
+        ) -> Any:
+            return types.SimpleNamespace(values={"pixel_values": mm_kwargs.pop("pixel_values")})
+
+        def encoder_eager_forward(
+            self, mm_kwargs: dict[str, Any], path: str = "default"
+        ) -> torch.Tensor:
+            return self.tower(mm_kwargs.pop("pixel_values")).flatten(0, 1)
+
+    model = Takes()
+    served = executor_for(engine, model)
+    (graphs,) = served._graphs()
+    group = {"pixel_values": torch.randn(2, 4, 8)}
+    assert equal(served.execute(group), model.embed_multimodal(**group))
+    assert equal(graphs.run_eager(group), model.embed_multimodal(**group))
 
 
 def test_a_buffer_without_a_value_is_refused_not_stale(engine: Any) -> None:
@@ -348,8 +372,6 @@ def test_a_model_whose_own_code_fails_at_start_up_runs_eagerly_and_says_so(
 
 
 def test_the_old_spelling_of_two_paths() -> None:
-    import types
-
     from graphhal.vllm_worker.protocol import Dialect
 
     old = types.SimpleNamespace(
