@@ -13,7 +13,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
-from graphhal.adapters.host_sizes import host_ints
+from graphhal.adapters.host_sizes import host_int, host_ints
 from graphhal.adapters.sample_files import read_sound, sample_speech
 from graphhal.adapters.seeded_weights import with_seeded_weights
 from graphhal.errors import AdapterError, InputError, SettingsError
@@ -125,6 +125,7 @@ class CovoAudio(EncoderAdapter):
         Raises:
             InputError: another sample rate, no sample, or more than the window holds.
         """
+        num_samples = host_int(num_samples, "the number of samples", item)
         if sample_rate != self.sample_rate:
             raise InputError(
                 f"the clip has {sample_rate} samples a second; resample it to {self.sample_rate}",
@@ -150,8 +151,11 @@ class CovoAudio(EncoderAdapter):
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
         """Clips in order; a token count outside 0..tokens_per_clip is refused."""
         features = mm_kwargs.get(FEATURES)
-        if isinstance(features, torch.Tensor) and features.dim() == 0:
-            self._check_features(features, 1, 0)
+        if isinstance(features, torch.Tensor) and features.dim() != 3:
+            raise InputError(
+                f"{FEATURES} must be (clips, {self.mel}, {self.frames}), got "
+                f"{tuple(features.shape)}; stack the clips"
+            )
         if not isinstance(features, torch.Tensor | Sequence | None):
             raise InputError(f"{FEATURES} must be tensors, got {type(features).__name__}")
         if features is None or len(features) == 0:

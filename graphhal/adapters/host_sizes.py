@@ -17,7 +17,7 @@ def host_rows(values: Any, name: str, columns: int) -> tuple[tuple[int, ...], ..
     """
     rows = values.tolist() if hasattr(values, "tolist") else values
     try:
-        table = tuple([tuple(map(index, r.tolist() if hasattr(r, "tolist") else r)) for r in rows])
+        table = tuple([tuple(map(_whole, r.tolist() if hasattr(r, "tolist") else r)) for r in rows])
     except TypeError as error:
         raise InputError(
             f"{name} must hold {columns} whole numbers for each item, got {values!r}"
@@ -37,15 +37,27 @@ def host_ints(values: Any, name: str) -> tuple[int, ...]:
     flat = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(flat, Iterable) or isinstance(flat, str | bytes):
         raise InputError(f"{name} must hold one whole number for each item, got {values!r}")
-    return tuple([_one_int(value, name, number) for number, value in enumerate(flat)])
+    return tuple([host_int(value, name, number) for number, value in enumerate(flat)])
 
 
-def _one_int(value: Any, name: str, item: int) -> int:
+def host_int(value: Any, name: str, item: int | None = None) -> int:
+    """One host int, also from a tensor, an array or nested lists of one.
+
+    Raises:
+        InputError: something else than one whole number.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
     try:
-        return index(value)
+        return _whole(value)
     except TypeError as error:
         raise InputError(f"{name} must be one whole number, got {value!r}", item) from error
+
+
+def _whole(value: Any) -> int:
+    """A mask is no size: its `True` would be a size of 1."""
+    if value is True or value is False:
+        raise TypeError("true and false are no sizes")
+    return index(value)

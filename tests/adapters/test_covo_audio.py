@@ -110,6 +110,9 @@ def test_counts_come_as_tensor_list_or_array(adapter):
         ({"audio_features": [torch.zeros(128, 3000), 3]}, r"^item 1: audio_features must be tens"),
         ({"audio_features": torch.zeros(2, 128, 3000).int()}, r"pass floating-point features"),
         ({"audio_features": torch.zeros(2, 128, 3000, device="meta")}, r"is on meta"),
+        ({"audio_features": torch.zeros(128, 3000)}, r"^audio_features .*\(clips, .*; stack the"),
+        ({"audio_num_tokens": torch.tensor([True, False])}, r"^item 0: .* whole number, got True"),
+        ({"audio_num_tokens": [1, False]}, r"^item 1: audio_num_tokens must be one whole number"),
         ({"audio_num_tokens": [188]}, r"^audio_num_tokens has 1 counts for 2 clips"),
         ({"audio_num_tokens": [188, 1.5]}, r"^item 1: audio_num_tokens must be one whole number"),
     ],
@@ -153,6 +156,11 @@ def test_the_clip_limit_is_checked_to_the_sample(adapter):
         adapter.num_tokens(1000, 44_100, 0)
     with pytest.raises(InputError, match=r"^the clip holds no sample"):
         adapter.num_tokens(0, 16_000)
+    for odd in (480_000.0, float("nan"), "480000", True, None):
+        with pytest.raises(InputError, match=r"^item 2: the number of samples must be one whole"):
+            adapter.num_tokens(odd, 16_000, 2)
+    for same in (np.int64(480_000), torch.tensor(480_000)):
+        assert type(adapter.num_tokens(same, 16_000)) is int
 
 
 @pytest.mark.parametrize("samples", [1, 159, 160, 16_000, 51_234, 479_999])

@@ -149,6 +149,7 @@ def test_one_frame_is_one_sequence(tower):
         ({"image_grid_thw": [[1, 4, 4], [1, 4, 10**12]]}, r"^pixel_values has 32 patches"),
         ({"image_grid_thw": [[1, 4], [1, 4]]}, r"^item 0: .*3 numbers"),
         ({"image_grid_thw": [[1.0, 4.0, 4.0]]}, r"^image_grid_thw must hold 3 whole numbers"),
+        ({"image_grid_thw": [[True, 4, 4], [1, 4, 4]]}, r"^image_grid_thw must hold 3 whole"),
         ({"image_grid_thw": 7}, r"^image_grid_thw must hold 3 whole numbers"),
         ({"image_grid_thw": None}, r"^pixel_values came without image_grid_thw"),
         ({"pixel_values": None}, r"^image_grid_thw came without pixel_values"),
