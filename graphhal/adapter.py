@@ -153,6 +153,11 @@ class EncoderAdapter(ABC):
         """Modules whose parameters and buffers a graph reads by address; the engine watches."""
         return ()
 
+    def places(self) -> Iterable[tuple[torch.nn.Module, str, torch.nn.Module]]:
+        """Where the host keeps such modules: owner, attribute, module. The engine watches that they
+        stay there; a tower that is replaced as a whole is seen nowhere else."""
+        return ()
+
 
 class AdapterFactory(Protocol):
     """How a family of encoders is found, wrapped and, for the bench, built.

@@ -283,7 +283,7 @@ class EncoderGraphs:
             try:
                 output = self._first_output(ladder)
                 # After the first forward: it may have made what it keeps between calls.
-                self._watch = WeightWatch(self.adapter.modules())
+                self._watch = WeightWatch(self.adapter.modules(), self.adapter.places())
             except CaptureError as error:
                 problem = str(error)
             except Exception as error:

@@ -53,10 +53,20 @@ class WeightWatch:
     (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does. A
     replacement is noticed by the next request, because PyTorch tells of it; other storage under a
     few of more than `WHOLE` tensors by the first one after a pause, or in turn.
+
+    Args:
+        modules: the roots.
+        kept: where the host keeps them: owner, attribute, module.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        places: dict[tuple[int, str], _Place] = {}
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        kept: Iterable[tuple[torch.nn.Module, str, torch.nn.Module]] = (),
+    ) -> None:
+        places: dict[tuple[int, str], _Place] = {
+            (id(owner._modules), name): (owner._modules, name, held) for owner, name, held in kept
+        }
         for root in modules:
             for module in root.modules():
                 for table in (module._modules, module._parameters, module._buffers):

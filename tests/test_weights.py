@@ -224,3 +224,16 @@ def test_other_storage_of_one_among_many_is_noticed_in_turn():
     watch = WeightWatch([made])
     made[-1].weight.data = made[-1].weight.data.clone()
     assert any(watch.moved_lately() for _ in range(2 * WHOLE // WINDOW))
+
+
+def test_a_module_that_is_replaced_where_its_owner_keeps_it() -> None:
+    owner = nn.Module()
+    owner.tower = nn.Linear(2, 2)
+    watch = WeightWatch([owner.tower], [(owner, "tower", owner.tower)])
+    assert not watch.moved()
+    owner.other = nn.Linear(2, 2)
+    assert not watch.moved_lately()
+    owner.tower = nn.Linear(2, 2)
+    assert watch.moved_lately()
+    gone = nn.Linear(2, 2)
+    assert WeightWatch([gone], [(owner, "tower", gone)]).moved(), "it was not there from the start"

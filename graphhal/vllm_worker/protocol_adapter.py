@@ -114,6 +114,18 @@ class ProtocolAdapter(EncoderAdapter):
         """The model's towers, where it names them; else the whole model."""
         return tower_modules(self.model)
 
+    def places(self) -> Iterable[tuple[torch.nn.Module, str, torch.nn.Module]]:
+        """The attributes of the model that hold them."""
+        towers = tower_modules(self.model)
+        if not towers:
+            return ()
+        return tuple(
+            (owner, name, held)
+            for owner in (self.model, *self.model.children())
+            for name, held in owner.named_children()
+            if any(held is tower for tower in towers)
+        )
+
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
         """Items of this path; rows are output tokens.
 

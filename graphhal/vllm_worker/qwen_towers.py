@@ -38,6 +38,8 @@ PACKED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_FA")
 """Attention of vLLM that reads boundaries as row numbers."""
 
 Arrays = tuple[npt.NDArray[Any], ...]
+Kept = tuple[torch.nn.Module, str]
+"""A module and the name of its attribute."""
 
 
 def backend_of(tower: torch.nn.Module) -> str:
@@ -64,6 +66,7 @@ class VllmQwenVision(Qwen3OmniVision):
         modalities: which ladders to offer.
         takes_metadata: the tower takes `encoder_metadata`; else its blocks are called here.
         name: of the adapter.
+        kept: where the model keeps the tower.
     """
 
     tower: Any
@@ -74,8 +77,10 @@ class VllmQwenVision(Qwen3OmniVision):
         modalities: Sequence[str],
         takes_metadata: bool,
         name: str,
+        kept: Kept | None = None,
     ) -> None:
         self.tower = tower
+        self.kept = kept
         self.name = name
         self.modalities = tuple(modalities)
         self.takes_metadata = takes_metadata
@@ -99,6 +104,10 @@ class VllmQwenVision(Qwen3OmniVision):
     def modules(self) -> Iterable[torch.nn.Module]:
         """The tower."""
         return (self.tower,)
+
+    def places(self) -> Iterable[tuple[torch.nn.Module, str, torch.nn.Module]]:
+        """Where the model keeps it."""
+        return () if self.kept is None else ((*self.kept, self.tower),)
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Pictures with more places on a side than the rotary table has rows."""
@@ -209,8 +218,10 @@ class VllmQwenVision(Qwen3OmniVision):
 class VllmQwen25Vision(VllmQwenVision):
     """vLLM's Qwen2.5-VL tower: windowed layers have boundaries and a bound of their own."""
 
-    def __init__(self, tower: Any, modalities: Sequence[str], name: str) -> None:
-        super().__init__(tower, modalities, takes_metadata=True, name=name)
+    def __init__(
+        self, tower: Any, modalities: Sequence[str], name: str, kept: Kept | None = None
+    ) -> None:
+        super().__init__(tower, modalities, takes_metadata=True, name=name, kept=kept)
         self.side = tower.window_size // self.merge // tower.patch_size
         self.window_rows = self.side**2 * self.merge_area
         norm_dtype = getattr(getattr(tower, "input_norm", None), "input_dtype", None)
@@ -313,12 +324,14 @@ class VllmQwenAudio(Qwen3OmniAudio):
 
     Args:
         tower: `Qwen3OmniMoeAudioEncoder` of vLLM or vLLM-Omni.
+        kept: where the model keeps it.
     """
 
     name = "vllm_qwen3_omni_audio"
 
-    def __init__(self, tower: Any) -> None:
+    def __init__(self, tower: Any, kept: Kept | None = None) -> None:
         self.tower = tower
+        self.kept = kept
         self.width = 2 * int(tower.n_window)
         self.mel = int(tower.num_mel_bins)
         self.window_tokens = _after_convolutions(self.width)
@@ -337,6 +350,10 @@ class VllmQwenAudio(Qwen3OmniAudio):
     def modules(self) -> Iterable[torch.nn.Module]:
         """The tower."""
         return (self.tower,)
+
+    def places(self) -> Iterable[tuple[torch.nn.Module, str, torch.nn.Module]]:
+        """Where the model keeps it."""
+        return () if self.kept is None else ((*self.kept, self.tower),)
 
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]

@@ -193,7 +193,7 @@ def _own_vision(model: Any, modalities: tuple[str, ...]) -> EncoderAdapter | Non
         if drift:
             log.warning("graphhal: the protocol is used instead of %s: %s", tower_name, drift[0])
             return None
-        return _wrap_vision(tower, modalities, module_name)
+        return _wrap_vision(model, modalities, module_name)
     return None
 
 
@@ -209,7 +209,8 @@ def _same_encoding(model_class: type, reference: type) -> bool:
     return all(getattr(model_class, s, None) is getattr(reference, s, None) for s in steps)
 
 
-def _wrap_vision(tower: Any, modalities: tuple[str, ...], name: str) -> EncoderAdapter | None:
+def _wrap_vision(model: Any, modalities: tuple[str, ...], name: str) -> EncoderAdapter | None:
+    tower = model.visual
     try:
         from graphhal.vllm_worker.qwen_towers import (
             PACKED_BACKENDS,
@@ -223,10 +224,12 @@ def _wrap_vision(tower: Any, modalities: tuple[str, ...], name: str) -> EncoderA
     if backend_of(tower) not in PACKED_BACKENDS:
         log.info("graphhal: the protocol is used: attention is %s", backend_of(tower))
         return None
+    kept = (model, "visual")
     try:
         if name == "qwen2_5_vl":
-            return VllmQwen25Vision(tower, modalities, f"vllm_{name}_vision")
-        return VllmQwenVision(tower, modalities, name == "qwen3_vl", f"vllm_{name}_vision")
+            return VllmQwen25Vision(tower, modalities, f"vllm_{name}_vision", kept)
+        takes_metadata = name == "qwen3_vl"
+        return VllmQwenVision(tower, modalities, takes_metadata, f"vllm_{name}_vision", kept)
     except AdapterError as error:
         log.info("graphhal: the protocol is used: %s", error)
         return None
@@ -260,14 +263,14 @@ def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings
     vision = enabled_modalities(("image", "video"), vllm_config, settings)
     tower = getattr(inner, "visual", None)
     if vision and hasattr(tower, "patch_embed"):
-        adapter = _wrap_vision(tower, vision, "qwen3_omni")
+        adapter = _wrap_vision(inner, vision, "qwen3_omni")
         if adapter is not None:
             encoders.append(Encoder(adapter.name, vision, {"default": adapter}))
     audio = enabled_modalities(("audio",), vllm_config, settings)
     if audio and hasattr(inner.audio_tower, "conv2d1"):
         from graphhal.vllm_worker.qwen_towers import VllmQwenAudio
 
-        clips = VllmQwenAudio(inner.audio_tower)
+        clips = VllmQwenAudio(inner.audio_tower, (inner, "audio_tower"))
         encoders.append(Encoder(clips.name, audio, {"default": clips}))
     return encoders
 
