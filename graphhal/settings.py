@@ -181,7 +181,7 @@ class Settings(BaseSettings):
     log_seconds: float = Field(default=300.0, ge=0)
     stats_file: str | None = None
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, /, **options: Any) -> None:
         _refuse_unknown_environment(set(type(self).model_fields))
         for name in options:
             # pydantic-settings' own switches (other files, the command line), and other spellings.
@@ -202,11 +202,12 @@ class Settings(BaseSettings):
             _refuse_truth(values)
         return value.strip() if isinstance(value, str) else value
 
-    @field_validator("token_budgets", mode="before")
+    @field_validator("token_budgets", "audio_chunks", mode="before")
     @classmethod
-    def _blank_is_no_list(cls, value: Any) -> Any:
+    def _blank_is_no_list(cls, value: Any, info: ValidationInfo) -> Any:
         """A variable that was set to nothing asks for the default, not for no graph at all."""
-        return None if isinstance(value, str) and not value.strip() else value
+        blank = isinstance(value, str) and not value.strip()
+        return cls.model_fields[str(info.field_name)].default if blank else value
 
     @field_validator("platform")
     @classmethod

