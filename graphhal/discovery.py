@@ -106,16 +106,22 @@ def find_adapters(settings: Settings | None = None) -> "list[AdapterFactory]":
         try:
             for offered in manager.hook.graphhal_adapters():
                 for factory in offered:
-                    if factory.name in factories:
-                        log.warning(
-                            "adapter %s of plugin %s is left out: the name is taken",
-                            factory.name,
-                            found.name,
-                        )
-                    factories.setdefault(factory.name, factory)
+                    _add(factory, found.name, factories)
         except Exception as error:  # a third party's code: report it and go on
             log.warning("adapters of plugin %s are left out: %s", found.name, error, exc_info=True)
     return list(factories.values())
+
+
+def _add(factory: Any, plugin: str, factories: "dict[str, AdapterFactory]") -> None:
+    problem = None
+    if not isinstance(factory.name, str):
+        problem = "a name is a word"
+    elif factory.name in factories:
+        problem = "the name is taken"
+    if problem is None:
+        factories[factory.name] = factory
+    else:
+        log.warning("adapter %s of plugin %s is left out: %s", factory.name, plugin, problem)
 
 
 def bind(plugin: Any, info: PlatformInfo, name: str = "plugin") -> Platform:

@@ -1,11 +1,13 @@
 """A platform as the engine sees it: what crosses the plugin contract, and its bound hooks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from graphhal.boundaries import Boundaries
+from graphhal.errors import PluginError
 from graphhal.plan import GraphKey
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ class PlatformInfo:
             `"ordinary_outputs"`: a tensor made within a replay's step is the caller's already.
         unclaimed: conformance checks that the platform does not claim to pass, and why, in words;
             only checks that may be waived (`python -m graphhal.testing --list` says which).
+
+    Raises:
+        PluginError: a field is of another kind; names it.
     """
 
     name: str
@@ -72,6 +77,23 @@ class PlatformInfo:
     allow_empty: bool = True
     capabilities: frozenset[str] = frozenset()
     unclaimed: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("name", "device_type"):
+            self._refuse_unless(name, isinstance(getattr(self, name), str), "a word")
+        for name in ("versions", "unclaimed"):
+            self._refuse_unless(name, isinstance(getattr(self, name), Mapping), "a mapping")
+        for name in ("attention", "free_bytes"):
+            given = getattr(self, name)
+            self._refuse_unless(name, given is None or callable(given), "a function or None")
+        known = self.boundary_order in get_args(BoundaryOrder)
+        self._refuse_unless("boundary_order", known, "'before' or 'after'")
+        words = isinstance(self.capabilities, AbstractSet)
+        self._refuse_unless("capabilities", words, "a set of words")
+
+    def _refuse_unless(self, name: str, right: bool, wanted: str) -> None:
+        if not right:
+            raise PluginError(f"PlatformInfo.{name} must be {wanted}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,26 @@ BROKEN = {
     ),
     "silent": (platform_source("pass"), "graphhal_probe returned None"),
     "words": (platform_source("return 'usable'"), "graphhal_probe returned 'usable'"),
+    "ordered": (
+        platform_source("return PlatformInfo('ordered', 'x', {}, None, 'sideways')"),
+        "PlatformInfo.boundary_order must be 'before' or 'after', got 'sideways'",
+    ),
+    "typeless": (
+        platform_source("return PlatformInfo('typeless', None, {}, None)"),
+        "PlatformInfo.device_type must be a word, got None",
+    ),
+    "unversioned": (
+        platform_source("return PlatformInfo('unversioned', 'x', None, None)"),
+        "PlatformInfo.versions must be a mapping, got None",
+    ),
+    "inattentive": (
+        platform_source("return PlatformInfo('inattentive', 'x', {}, 'flash')"),
+        "PlatformInfo.attention must be a function or None, got 'flash'",
+    ),
+    "capable": (
+        platform_source("return PlatformInfo('capable', 'x', {}, None, capabilities='poison')"),
+        "PlatformInfo.capabilities must be a set of words, got 'poison'",
+    ),
     "renamed": (usable("other"), "it calls itself 'other'"),
 }
 
@@ -371,11 +391,13 @@ def test_adapters_of_broken_plugins_are_left_out(no_own_platforms, caplog):
         "e": "import no_such_library_at_all",
         "f": ADAPTERS.format(body="return [Factory('two'), Factory('three')]"),
         "g": ADAPTERS.format(body="return 3"),
+        "h": ADAPTERS.format(body="return [Factory(None)]"),
     }
     no_own_platforms.install("vendor", sources, group="graphhal.adapters")
     assert [factory.name for factory in find_adapters()] == ["one", "two", "three"]
     for name in ("b", "d", "e", "g"):
         assert f"adapters of plugin {name} are left out" in caplog.text
+    assert "adapter None of plugin h is left out: a name is a word" in caplog.text
     assert "adapter two of plugin f is left out: the name is taken" in caplog.text
     assert [f.name for f in find_adapters(Settings(block_plugins="a"))] == ["two", "three"]
 
