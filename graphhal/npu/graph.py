@@ -12,9 +12,7 @@ order. Facts about torch_npu that shape this one:
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch_npu import npu
@@ -29,22 +27,12 @@ from graphhal.npu.acl_errors import (
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
 from graphhal.npu.memory import poison, settled_bytes
+from graphhal.npu.recording import Recording, discard, free_finished
 from graphhal.npu.step_scope import eager_scope, replay_scope
 from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, StepKind, StepScope
 
 log = logging.getLogger(__name__)
-
-_abandoned: list[Any] = []  # graphs that the device may still run: never freed
-
-
-@dataclass(slots=True)
-class Recording:
-    """A captured graph and its updates, which hold what both read."""
-
-    graph: Any
-    lane: Lane
-    updates: TaskUpdates
 
 
 def capture(request: CaptureRequest) -> CapturedGraph:
@@ -56,6 +44,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     """
     what = f"{request.key}: capture"
     with TASK_UPDATE:
+        free_finished()
         lane = lane_of(request.device)
         try:
             with direct_launches(), put_back(lane), capture_options(), npu.stream(lane.replay):
@@ -82,24 +71,19 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
         npu.set_stream(lane.replay)  # a capture ends only on the stream where it began
         with suppress(RuntimeError):
             graph.capture_end()
-        _discard(graph)
+        discard(graph)
         raise
     try:
         npu.set_stream(lane.replay)
         graph.capture_end()
         lane.settle(what)
     except BaseException:
-        _discard(graph)
+        discard(graph)
         raise
     updates = TaskUpdates(lane, serving.tasks or ())
     added = max(0, settled_bytes(lane.index) - before)
     fill = partial(poison, lane.index, graph.pool(), lane.replay)
     return CapturedGraph(request, Recording(graph, lane, updates), graph.pool(), added, fill)
-
-
-def _discard(graph: Any) -> None:
-    with suppress(RuntimeError):
-        graph.reset()
 
 
 def _recording(graph: CapturedGraph) -> Recording:
@@ -177,7 +161,7 @@ def step(
 def release(graphs: Sequence[CapturedGraph]) -> None:
     """Destroy graphs. Safe twice, safe after the device is gone.
 
-    A graph that the device does not finish is kept for ever rather than freed under it.
+    A graph that the device does not finish is kept until it does rather than freed under it.
     """
     for graph in graphs:
         recording, graph.handle, graph.poison = graph.handle, None, None
@@ -189,7 +173,7 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
                 wait_for(last, f"{graph.key}: release")
             recording.graph.reset()
         except (RuntimeError, CaptureError) as error:
-            log.warning("%s is left to the end of the process: %s", graph.key, error)
-            _abandoned.append(recording)
+            log.warning("%s is not freed yet: %s", graph.key, error)
+            recording.keep()
     with suppress(RuntimeError):
         npu.empty_cache()

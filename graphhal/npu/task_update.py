@@ -145,3 +145,10 @@ class TaskUpdates:
     def last_replay(self) -> Any:
         """Event of the last replay; None where there was none."""
         return self._done if self._replayed else None
+
+    def is_done(self) -> bool:
+        """Whether the device is through with the last replay; a failed device is not."""
+        try:
+            return not self._replayed or bool(self._done.query())
+        except RuntimeError:
+            return False

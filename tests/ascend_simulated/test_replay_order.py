@@ -1,5 +1,6 @@
 """What a replay asks of the runtime: order, once per flag, and no wait on the host."""
 
+import gc
 import random
 import re
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import ReplayError
+from graphhal.npu import recording
 from graphhal.npu.capture_state import direct_launches
 from graphhal.npu.task_update import TASK_UPDATE
 from graphhal.platform import HostUpdate, Platform
@@ -246,6 +248,67 @@ def test_threads_that_encode_at_once_do_not_disturb_each_other(
     for tower in towers:
         assert tower.graphs.stats()["misses"] == {}, tower.graphs.stats()
         tower.graphs.clear()
+    assert trace.hazards() == []
+
+
+@pytest.mark.parametrize("how", ["dropped", "cleared"])
+def test_graphs_that_still_run_are_not_freed(
+    platform: Platform, trace: "simulator.Trace", schedule: str, how: str
+) -> None:
+    gone = twins("toy", platform)
+    assert not gone.graphs.capture().dropped
+    expected = [gone.expected(images_on_host(*tokens)) for tokens in ((2, 3), (8,), (1,))]
+    requests = [images(*tokens) for tokens in ((2, 3), (8,), (1,))]
+    torch.npu.synchronize()
+    outputs = [gone.graphs.run(request) for request in requests]
+    if how == "cleared":
+        gone.graphs.clear()
+    else:
+        del gone
+        gc.collect()
+        assert bool(recording._kept) == (schedule != "eager")
+    for output, reference in zip(outputs, expected, strict=True):
+        assert_equal(output, reference, torch.float32)
+    later = twins("toy", platform)
+    assert not later.graphs.capture().dropped
+    later.graphs.clear()
+    assert recording._kept == []
+    assert trace.hazards() == []
+
+
+def test_graphs_are_captured_anew_and_released_while_others_encode(
+    platform: Platform, trace: "simulator.Trace", schedule: str
+) -> None:
+    towers = [twins("toy", platform, self_check="off") for _ in range(2)]
+    sizes = [(2,), (1, 3), (5, 6), (30,)]
+    expected = [towers[0].expected(images_on_host(*tokens)) for tokens in sizes]
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def encode(tower: Twins) -> None:
+        try:
+            with torch.npu.stream(torch.npu.Stream()):
+                while not stop.is_set():
+                    for tokens, reference in zip(sizes, expected, strict=True):
+                        outputs = tower.graphs.run(images_on_host(*tokens))
+                        with TASK_UPDATE:  # reading them would end a capture of the other thread
+                            assert_equal(outputs, reference, torch.float32)
+        except BaseException as error:  # noqa: BLE001  (handed to the main thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=encode, args=(tower,)) for tower in towers]
+    for thread in threads:
+        thread.start()
+    try:
+        for tower in towers * 3:
+            assert not tower.graphs.capture().dropped
+            tower.graphs.profile_memory()
+            tower.graphs.clear()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
     assert trace.hazards() == []
 
 
