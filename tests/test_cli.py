@@ -317,6 +317,19 @@ def test_plan_runs_eagerly_what_the_tower_refuses(tmp_path: Path) -> None:
     assert tower["coverage"]["misses"] == {"the adapter does not replay such a group": 2}
 
 
+def test_plan_names_modalities_that_no_tower_encodes(tmp_path: Path) -> None:
+    groups = [
+        {"items": [{"modality": "audios", "tokens": 5}] * 2, "count": 4},
+        {"items": [{"modality": "audio", "tokens": 13}, {"modality": "audios", "tokens": 13}]},
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"schema": 1, "groups": groups}))
+    options = ["plan", *SMALL, "--trace", trace, "--tower", AUDIO]
+    assert output_json(run(*options, "--json"))["left_out"] == {"audios": 9}
+    shown = run(*options).stdout
+    assert "9 items of modality 'audios' are left out; the towers encode audio\n" in shown
+
+
 def test_plan_under_a_limit_names_what_is_dropped() -> None:
     found = output_json(run("plan", *SMALL, "--tower", AUDIO, "--limit", "1", "--json"))
     (tower,) = found["towers"]

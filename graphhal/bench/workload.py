@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
@@ -94,6 +94,16 @@ def read_trace(path: Path) -> Trace:
         raise InputError(
             f"trace {path}: {where}: {found['msg']}. A trace looks like {example}"
         ) from error
+
+
+def items_beside(trace: Trace, modalities: Collection[str]) -> Counter[str]:
+    """Items of other modalities than these, by modality: misspelt, or of other towers."""
+    beside: Counter[str] = Counter()
+    for group in trace.groups:
+        for item in group.items:
+            if item.modality not in modalities:
+                beside[item.modality] += group.count
+    return beside
 
 
 def item_spec(index: int, item: TraceItem, shape: Capacity) -> ItemSpec:

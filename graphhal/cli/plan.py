@@ -38,7 +38,7 @@ def plan(
 
     The graphs are captured to measure their memory, and released.
     """
-    from graphhal.bench.workload import read_trace
+    from graphhal.bench.workload import items_beside, read_trace
 
     options = towers.parse_options(policy, option)
     if limit is not None:
@@ -46,14 +46,30 @@ def plan(
     read = read_trace(trace) if trace is not None else None
     opened, settings = towers.open_with(platform, options)
     plans = []
+    encoded: set[str] = set()
     for factory in towers.choose_towers(tower, settings):
         adapter = towers.build_tower(factory, preset, opened, dtype, seed=0)
+        encoded.update(adapter.modalities)
         plans.append(_plan_tower(factory, adapter, opened, settings, read))
+    left_out = {} if read is None else items_beside(read, encoded)
     if json:
-        screen.print_json({"schema": 1, "platform": opened.info.name, "towers": plans})
+        screen.print_json(
+            {
+                "schema": 1,
+                "platform": opened.info.name,
+                "towers": plans,
+                "left_out": dict(left_out),
+            }
+        )
         return
     for found in plans:
         _show(found)
+    for modality, count in left_out.items():
+        screen.say(
+            f"{count} items of modality {modality!r} are left out; the towers encode "
+            f"{', '.join(sorted(encoded))}",
+            style="yellow",
+        )
 
 
 def _plan_tower(
