@@ -224,7 +224,7 @@ def test_buffers_that_a_model_prepares_wrongly_are_never_replayed(
             served.execute({"pixel_values": one}), model.embed_multimodal(pixel_values=one)
         )
         assert equal(served.execute(full), model.embed_multimodal(**full))
-    with on_cpu.log_of("graphhal.vllm_worker.protocol_adapter", caplog):
+    with on_cpu.log_of("graphhal.vllm_worker.layout_check", caplog):
         assert served.execute({"pixel_values": two}) is None
     assert "2 items of 2, 2 tokens" in caplog.text
     model.encoder_eager_forward = lambda *a, **k: pytest.fail("compared again")  # type: ignore[method-assign]
