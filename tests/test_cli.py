@@ -317,6 +317,17 @@ def test_plan_runs_eagerly_what_the_tower_refuses(tmp_path: Path) -> None:
     assert tower["coverage"]["misses"] == {"the adapter does not replay such a group": 2}
 
 
+def test_plan_says_why_an_image_misses_where_no_image_needs_a_graph(tmp_path: Path) -> None:
+    items = [{"modality": "image", "tokens": 70}, {"modality": "video", "tokens": 16, "frames": 4}]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"schema": 1, "groups": [{"items": items}]}))
+    (tower,) = output_json(run("plan", *SMALL, "--trace", trace, "--tower", VISION, "--json"))[
+        "towers"
+    ]
+    assert [graph["key"] for graph in tower["graphs"]] == ["qwen3_omni_vision/video[16]"]
+    assert tower["coverage"]["misses"] == {"more rows than the largest graph": 1}
+
+
 def test_plan_names_modalities_that_no_tower_encodes(tmp_path: Path) -> None:
     groups = [
         {"items": [{"modality": "audios", "tokens": 5}] * 2, "count": 4},

@@ -70,6 +70,12 @@ def test_items_of_other_towers_are_left_out() -> None:
     assert (found.items, found.hit_rate, found.padding_waste) == (0, 0.0, 0.0)
 
 
+def test_items_of_a_tower_without_graphs_run_eagerly() -> None:
+    found = cover(trace((3, [8, 8])), {}, planner(), ("image", "video"))
+    assert (found.items, found.hits, found.hit_rate) == (6, 0, 0.0)
+    assert found.misses == {"no graph is captured": 6}
+
+
 def test_the_shape_of_a_modality_is_its_largest_graph() -> None:
     def path(item: ItemSpec) -> str:
         return "image" if item.modality == "still" else item.modality

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from graphhal.errors import InputError
 from graphhal.items import ItemSpec
-from graphhal.plan import Capacity, Eager, GraphKey, Planner
+from graphhal.plan import Capacity, Eager, GraphKey, MissReason, Planner
 
 Positive = Annotated[int, Field(gt=0, le=10**9)]
 Frames = Annotated[int, Field(gt=0, le=10**5)]
@@ -171,16 +171,23 @@ def cover(
     trace: Trace,
     shapes: Mapping[str, Capacity],
     planner: Planner,
+    modalities: Collection[str] = (),
 ) -> Coverage:
     """Plan every group of a trace.
 
     Args:
         trace: of the workload.
-        shapes: any graph of each modality that the tower encodes.
+        shapes: any graph of each modality that has one.
         planner: over the ladder in question.
+        modalities: that the tower encodes, with a graph or without.
     """
     coverage = Coverage()
+    eager = set(modalities) - set(shapes)
     for group in trace.groups:
+        without = sum(item.modality in eager for item in group.items) * group.count
+        if without:
+            coverage.items += without
+            coverage.misses[str(MissReason.NO_GRAPHS)] += without
         known = [item for item in group.items if item.modality in shapes]
         specs = _placed([item_spec(n, item, shapes[item.modality]) for n, item in enumerate(known)])
         if not specs:

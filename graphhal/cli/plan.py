@@ -105,7 +105,7 @@ def _plan_tower(
             exact_only=settings.exact_only,
             allow_empty=platform.info.allow_empty,
         )
-        return cover(trace, shapes, planner)
+        return cover(trace, shapes, planner, adapter.modalities)
 
     wanted = {capacity.key for capacity in ladder}
     whole = coverage(wanted)
@@ -115,7 +115,8 @@ def _plan_tower(
         with screen.progress_bar(f"capture {factory.name}") as on_capture:
             report = graphs.capture(on_capture, sorted(wanted))
         captured = graphs.keys()
-        served = coverage(captured)
+        # Planned with what was captured alone, all else would miss for want of any graph.
+        served = whole if set(captured) == wanted else coverage(captured)
         replays = {} if served is None else served.replays
         return {
             "tower": factory.name,
