@@ -209,6 +209,8 @@ def test_a_slow_input_is_repeated_less_often(clip: Path, monkeypatch: pytest.Mon
         (["bench", "--preset", "huge"], 2, "huge"),
         (["bench", "--repeat", "0"], 2, "repeat"),
         (["bench", "--seed", str(2**64)], 2, "seed"),
+        (["bench", "--tower", AUDIO, "--image", "x.png"], 2, f"no tower of {AUDIO} encodes --im"),
+        (["bench", "--tower", VISION, "--audio", "x.wav"], 2, "encodes --audio x.wav"),
         (["bench", "--report", "/"], 2, "--report / cannot be written; name a file"),
         (["bench", "--report", "/nowhere/r.html"], 2, "/nowhere/r.html cannot be written"),
         (["check", "--platform", "cpu", "--set", "audio_chunks=[]", "--tower", AUDIO], 1, "no g"),

@@ -50,6 +50,10 @@ def bench(
     from graphhal.bench.machine import describe_machine
 
     modalities = {factory.modality for factory in factories}
+    for modality, given in (("image", image), ("audio", audio)):
+        if given and modality not in modalities:
+            names = ", ".join(factory.name for factory in factories)
+            raise screen.fail(f"no tower of {names} encodes --{modality} {given[0]}", status=2)
     pictures = image or ([sample_photograph()] if "image" in modalities else [])
     clips = audio or ([sample_speech()] if "audio" in modalities else [])
     results = []
