@@ -4,7 +4,7 @@ Most models' code is not known well enough to write a request for it. Their grap
 the dummy inputs that the model itself makes, which cannot show that it prepares the buffers of
 some groups wrongly (vLLM 0.31 does so for Gemma 4's films). What a model prepares follows from
 sizes, so a group speaks for all of its layout. A server sees more layouts than it could compare:
-a group whose sizes, neighbours and number of items have all been right before is not compared.
+a group whose sizes, neighbours, and number and extremes of items were right before is not compared.
 """
 
 import logging
@@ -109,6 +109,8 @@ def _kinds(items: Sequence[ItemSpec]) -> tuple[Hashable, ...]:
 
 
 def _parts(graph: Hashable, items: Sequence[ItemSpec]) -> set[Hashable]:
-    """Sizes, neighbouring sizes, and the number of items in the graph."""
+    """Sizes, neighbouring sizes, and the number of items in the graph with the extremes: models lay
+    a group out by its largest item."""
     kinds = _kinds(items)
-    return {*kinds, *pairwise(kinds), (graph, len(kinds))}
+    sizes = [item.rows for item in items]
+    return {*kinds, *pairwise(kinds), (graph, len(kinds), min(sizes), max(sizes))}

@@ -71,6 +71,15 @@ def test_anything_new_is_compared(graph: int, tokens: tuple[int, ...]) -> None:
     assert not check.is_settled(graph, group(*tokens))
 
 
+def test_a_group_without_the_largest_size_of_the_others_is_compared() -> None:
+    """Gemma 4 pads all pictures of a group to its largest, and is right where that fills a slot."""
+    check = LayoutCheck("model", None)
+    right(check, GRAPH, 3, 3, 4)
+    assert not check.is_settled(GRAPH, group(3, 3, 3))
+    right(check, GRAPH, 3, 3, 3)
+    assert check.is_settled(GRAPH, group(3, 3, 3))
+
+
 def test_the_tolerance_of_the_settings_holds() -> None:
     LayoutCheck("model", 0.02).compare(GRAPH, ITEMS, lambda: EAGER, lambda: EAGER * 1.01)
 
