@@ -35,6 +35,7 @@ from vllm_ascend.worker import encoder_acl_graph  # noqa: E402
 from graphhal.discovery import bind  # noqa: E402
 from graphhal.npu import acl_errors, plugin  # noqa: E402
 from graphhal.settings import Settings  # noqa: E402
+from tests.ascend_peer.engines import crops, engine_on_device, gemma3  # noqa: E402
 from tests.ascend_simulated import simulator  # noqa: E402
 from tests.ascend_simulated.encoders import Twins, assert_equal, toy_twins  # noqa: E402
 from tests.toy_encoder import FULL, MERGE, WINDOW, WINDOWED, ToyEncoder, images  # noqa: E402
@@ -304,6 +305,30 @@ def paths(kind: Kind) -> str:
     return right(side, requests(20))
 
 
+def no_boundaries(kind: Kind) -> str:
+    """vLLM's Gemma 3: pictures of one size, no boundaries"""
+    with engine_on_device() as config:
+        config.additional_config = {"graphhal": {"platform": "npu"}} if kind is Ours else {}
+        model = gemma3(config).to("npu:0")
+        device = torch.device("npu:0")
+        manager = encoder_acl_graph.EncoderAclGraphManager(config, device, torch.float32, model)
+        manager.capture(torch.npu.graph_pool_handle())
+        wrong = 0
+        for group in crops():
+            request = {**group, "pixel_values": group["pixel_values"].to(device)}
+            try:
+                outputs = manager.execute(request)
+            except Exception as error:  # noqa: BLE001
+                first = f"raises {type(error).__name__}"
+                try:
+                    torch.npu.synchronize()
+                except Exception as late:  # noqa: BLE001
+                    return f"{first}, then the device hangs ({acl_errors.codes_of(late)})"
+                return first
+            wrong += not same(outputs, [one.cpu() for one in model.embed_multimodal(**request)])
+        return f"{wrong} of {len(crops())} wrong" if wrong else "right"
+
+
 def recapture(kind: Kind) -> str:
     """cleared and captured again"""
     side = captured(kind)
@@ -354,7 +379,7 @@ def failed_update(kind: Kind) -> str:
 
 
 SCENARIOS = (
-    new_boundaries, windows, paths, neighbours, kept, waits, recapture, exhausted,
+    new_boundaries, windows, paths, no_boundaries, neighbours, kept, waits, recapture, exhausted,
     stream_after_failure, failed_update,
 )  # fmt: skip
 

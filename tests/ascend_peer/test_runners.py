@@ -12,6 +12,7 @@ from vllm_omni.platforms.npu.worker.npu_ar_model_runner import NPUARModelRunner
 from graphhal.self_check import Difference
 from graphhal.vllm_worker import plugin
 from graphhal.vllm_worker.executor import EncoderGraphExecutor
+from tests.ascend_peer import engines
 from tests.ascend_simulated import simulator
 from tests.vllm_worker import vllm_on_cpu
 
@@ -19,39 +20,6 @@ DEVICE = "npu:0"
 CLIP_TOKENS = 12
 
 Groups = list[tuple[str, dict[str, Any]]]
-
-
-def gemma3(config: Any) -> Any:
-    """vLLM's Gemma 3 around a small tower: pictures of one size, no boundaries."""
-    from transformers import SiglipVisionConfig
-    from vllm.model_executor.models import gemma3_mm
-    from vllm.model_executor.models.siglip import SiglipVisionModel
-
-    vision = SiglipVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-    )
-    text = types.SimpleNamespace(hidden_size=48)
-    whole = gemma3_mm.Gemma3ForConditionalGeneration
-    model = whole.__new__(whole)
-    torch.nn.Module.__init__(model)
-    model.config = types.SimpleNamespace(
-        vision_config=vision, text_config=text, mm_tokens_per_image=4
-    )
-    model.model_config = config.model_config
-    model.multimodal_config = config.model_config.multimodal_config
-    model.vit_positions_per_patch = 16
-    model.vision_tower = vllm_on_cpu.filled(SiglipVisionModel(vision, None))
-    model.multi_modal_projector = vllm_on_cpu.filled(
-        gemma3_mm.Gemma3MultiModalProjector(model.config), seed=1
-    )
-    norm = model.multi_modal_projector.mm_soft_emb_norm
-    norm._forward_method = norm.forward_native  # vllm-ascend's is one of its compiled operators
-    return model
 
 
 def covo_audio(config: Any) -> Any:
@@ -98,11 +66,7 @@ def sound(model: Any) -> Groups:
 
 
 def crops(_: Any) -> Groups:
-    counts = ([1], [1, 1, 1], [2, 1])
-    return [
-        ("image", {"pixel_values": torch.randn(sum(n), 3, 16, 16), "num_patches": torch.tensor(n)})
-        for n in counts
-    ]
+    return [("image", group) for group in engines.crops()]
 
 
 def clips(model: Any) -> Groups:
@@ -142,7 +106,7 @@ def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "own adapter, DeepStack": (vllm_on_cpu.qwen3_vl, [pictures, films], {"platform": "npu"}),
     "own adapter, windows": (vllm_on_cpu.qwen2_5_vl, [pictures, films], {"platform": "npu"}),
-    "vLLM's protocol": (gemma3, [crops], {"platform": "npu"}),
+    "vLLM's protocol": (engines.gemma3, [crops], {"platform": "npu"}),
     "vLLM's thinker": (
         vllm_on_cpu.qwen3_omni,
         [pictures, films, sound],
