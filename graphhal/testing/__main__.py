@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from graphhal.discovery import find_plugins
-from graphhal.errors import GraphhalError
+from graphhal.errors import GraphhalError, PluginError
 from graphhal.testing import CHECKS, Check, Outcome, Result, Subject, checks, open_subject, run
 from graphhal.testing.contract import describe
 
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _MARKS = {
     Outcome.PASSED: "ok",
     Outcome.FAILED: "FAIL",
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "package.module:attribute; an attribute that is a class or function is called",
     )
     parser.add_argument("--check", action="append", choices=sorted(CHECKS), metavar="NAME")
-    parser.add_argument("--dtype", help="of the toy encoder: float32, float16, bfloat16")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the toy encoder")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--list", action="store_true", help="list the checks and leave")
     return parser
@@ -81,10 +82,14 @@ def _open(options: argparse.Namespace) -> Subject:
     if options.plugin is None:
         return open_subject(options.platform or _only_platform(), dtype)
     module, _, attribute = options.plugin.partition(":")
-    plugin: Any = import_module(module)
-    if attribute:
-        plugin = getattr(plugin, attribute)
-        plugin = plugin() if callable(plugin) else plugin
+    try:
+        plugin: Any = import_module(module)
+        plugin = getattr(plugin, attribute) if attribute else plugin
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"it cannot be loaded: {type(error).__name__}: {error}") from error
+    plugin = plugin() if attribute and callable(plugin) else plugin
+    if not hasattr(plugin, "graphhal_probe"):
+        raise PluginError("it lacks the hook graphhal_probe, which a platform needs")
     info = plugin.graphhal_probe()
     name = options.platform or getattr(info, "name", module)
     return Subject(plugin, name, info, None if attribute else module, dtype)

@@ -100,6 +100,25 @@ def test_the_command_prints_a_table_and_its_status(capsys):
     assert capsys.readouterr().out.startswith("nosuch: no platform 'nosuch' is installed")
 
 
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ("no_such_module", "it cannot be loaded: ModuleNotFoundError: No module named 'no_such"),
+        (f"{TAPE}s", "it cannot be loaded: AttributeError: module "),
+        ("json", "it lacks the hook graphhal_probe, which a platform needs"),
+    ],
+)
+def test_a_plugin_that_is_none_is_told_in_one_line(capsys, plugin, message):
+    assert main(["--plugin", plugin]) == 2
+    assert f"{plugin}: {message}" in capsys.readouterr().out
+
+
+def test_a_dtype_that_is_none_lists_those_there_are(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["--platform", "cpu", "--dtype", "nn"])
+    assert "bfloat16" in capsys.readouterr().err
+
+
 def test_the_command_speaks_json(capsys):
     assert main(["--plugin", FAULT, "--check", "graphs_share_the_pool", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
