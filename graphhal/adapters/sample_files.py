@@ -103,7 +103,8 @@ def read_image(path: Path, item: int) -> Image.Image:
 
 
 def read_film(path: Path, item: int, frames_per_second: float, most: int) -> list[Image.Image]:
-    """Decode a film's frames at about `frames_per_second`, evenly spaced, `most` at most.
+    """Decode a film's frames at about `frames_per_second`, evenly spaced, `most` at most, all of
+    the first one's size.
 
     Raises:
         InputError: no such file, not a film, or no decoder is installed.
@@ -120,7 +121,8 @@ def read_film(path: Path, item: int, frames_per_second: float, most: int) -> lis
                 at = frame.time if frame.time is not None else len(kept) / frames_per_second
                 start = at if start is None else start  # streams cut from a broadcast start late
                 if (at - start) * frames_per_second >= len(kept):
-                    kept.append(frame.to_image())
+                    width, height = kept[0].size if kept else (frame.width, frame.height)
+                    kept.append(frame.to_image(width=width, height=height))
                 if len(kept) == most:
                     break
     except (OSError, ValueError, IndexError, av.FFmpegError) as error:

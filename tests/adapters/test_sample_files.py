@@ -104,6 +104,25 @@ def test_a_film_that_starts_late_is_sampled_as_evenly(tmp_path: Path) -> None:
     assert len(read_film(path, 0, 2.0, 100)) == 4
 
 
+def test_a_film_that_changes_its_size_keeps_the_first_one(tmp_path: Path) -> None:
+    path = tmp_path / "cut.m1v"
+    for width, height in ((32, 64), (64, 32)):
+        part = tmp_path / f"{width}.m1v"
+        with av.open(str(part), "w", format="mpeg1video") as film:
+            stream = film.add_stream("mpeg1video", rate=25)
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            frames = [av.VideoFrame(width, height, "yuv420p") for _ in range(20)]
+            film.mux([packet for frame in (*frames, None) for packet in stream.encode(frame)])
+        with path.open("ab") as whole:
+            whole.write(part.read_bytes())
+    with av.open(str(path)) as film:
+        assert {(frame.width, frame.height) for frame in film.decode(video=0)} == {
+            (32, 64),
+            (64, 32),
+        }
+    assert {frame.size for frame in read_film(path, 0, 25.0, 100)} == {(32, 64)}
+
+
 def test_a_banner_has_no_copies_of_another_shape(tmp_path: Path) -> None:
     banner = tmp_path / "banner.png"
     Image.new("RGB", (2000, 10)).save(banner)
