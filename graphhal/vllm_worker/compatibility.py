@@ -8,7 +8,7 @@ from importlib import import_module, resources
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from graphhal.vllm_worker.touched import spelled
+from graphhal.vllm_worker.touched import ENCODER_CUDAGRAPH, spelled
 
 SUPPORTED = ((0, 26), (0, 33))
 """First and last release line whose signatures were read."""
@@ -90,14 +90,16 @@ def _spelling(name: str) -> str:
     try:
         target: Any = import_module(module)
         for part in qualname.split("."):
-            target = _defined_in(module, getattr(target, part))
+            target = getattr(target, part)
+            if module == ENCODER_CUDAGRAPH:
+                target = _vllms_own(target)
         return spelled(target)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         return f"nothing ({type(error).__name__}: {error})"
 
 
-def _defined_in(module: str, target: Any) -> Any:
-    """The class that a module defines, where one derived from it stands in its place:
-    vllm-ascend's runner puts its own manager there while it makes one."""
+def _vllms_own(target: Any) -> Any:
+    """vLLM's manager, where one derived from it stands in its place: vllm-ascend's runner puts its
+    own there while it makes one, and graphhal replaces either."""
     bases = target.__mro__ if isinstance(target, type) else ()
-    return next((base for base in bases if base.__module__ == module), target)
+    return next((base for base in bases if base.__module__ == ENCODER_CUDAGRAPH), target)
