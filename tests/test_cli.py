@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphhal.bench import measure, workload
 from graphhal.cli.app import app
 from graphhal.hookspecs import hookimpl
 from graphhal.runner import EncoderGraphs
+from graphhal.stats import Statistics
 
 SMALL = ["--platform", "cpu", "--set", "token_budgets=16,32", "--set", "audio_chunks=1-2"]
 QUICK = [*SMALL, "--set", "self_check=quick", "--repeat", "3"]
@@ -266,6 +268,23 @@ def test_check_compares_every_graph() -> None:
         assert line["reason"] is None
         assert line["cases"] > 0
         assert line["relative_l2"] <= 1e-5
+
+
+def test_check_replays_every_worst_case_on_its_own_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHHAL_POLICY", "measured")
+    monkeypatch.setenv("GRAPHHAL_EXACT_ONLY", "1")
+    replayed: Counter[str] = Counter()
+    count = Statistics.count_replay
+
+    def spy(self: Statistics, key: str, used: int, rows: int) -> None:
+        replayed[key] += 1
+        count(self, key, used, rows)
+
+    monkeypatch.setattr(Statistics, "count_replay", spy)
+    options = ["--platform", "cpu", "--set", "audio_chunks=1-4", "--tower", AUDIO, "--json"]
+    graphs = output_json(run("check", *options))["graphs"]
+    assert [line["cases"] for line in graphs] == [1, 3, 4, 4]
+    assert replayed == {line["key"]: line["cases"] for line in graphs}
 
 
 def test_check_fails_for_a_graph_that_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
