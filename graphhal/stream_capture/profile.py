@@ -1,7 +1,7 @@
 """What a ladder of graphs would take, measured on a sample of it."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ def profile(
 ) -> MemoryProfile:
     """Bytes that capturing these requests in this order takes; keeps nothing.
 
-    Graphs of one path share their memory, so the first ones decide; the largest two and the
+    Graphs of one path share their memory, so the first ones decide; the largest three and the
     smallest of each path are captured and the others are interpolated by size.
     """
     pool: Any = None
@@ -56,30 +56,34 @@ def _path(key: GraphKey) -> tuple[str, str]:
 
 
 def _sample(keys: Sequence[GraphKey]) -> list[int]:
-    """Indices, in order: of every path the first two and the last."""
+    """Indices, in order: of every path the first three and the last."""
+    of_path = _by_path(keys, range(len(keys)))
+    return sorted({i for indices in of_path.values() for i in (*indices[:3], indices[-1])})
+
+
+def _by_path(keys: Sequence[GraphKey], indices: Iterable[int]) -> dict[tuple[str, str], list[int]]:
     of_path: dict[tuple[str, str], list[int]] = {}
-    for index, key in enumerate(keys):
-        of_path.setdefault(_path(key), []).append(index)
-    return sorted({i for indices in of_path.values() for i in (*indices[:2], indices[-1])})
+    for index in indices:
+        of_path.setdefault(_path(keys[index]), []).append(index)
+    return of_path
 
 
 def _interpolated(keys: Sequence[GraphKey], measured: Mapping[int, int]) -> list[int]:
     """Bytes of every key: measured, or linear in size between its path's measured neighbours.
 
-    The first of a path brings the memory that the others share, so it is no neighbour.
+    The first of a path brings the memory that the others share, and the second may make it grow,
+    since its tensors fit what the first left in another way: neither is a neighbour.
     """
+    neighbours = {
+        path: sorted((keys[i].size, measured[i]) for i in (indices[2:] or indices[1:]))
+        for path, indices in _by_path(keys, sorted(measured)).items()
+    }
     result = []
-    firsts: dict[tuple[str, str], int] = {}
     for index, key in enumerate(keys):
-        firsts.setdefault(_path(key), index)
         if index in measured:
             result.append(measured[index])
             continue
-        known = sorted(
-            (keys[i].size, size)
-            for i, size in measured.items()
-            if _path(keys[i]) == _path(key) and i != firsts[_path(key)]
-        )
+        known = neighbours.get(_path(key))
         sizes, amounts = zip(*known, strict=True) if known else ((0,), (0,))
         result.append(round(float(np.interp(key.size, sizes, amounts))))
     return result

@@ -796,12 +796,23 @@ def sized(fake, amounts):
 
 def test_a_profile_captures_a_sample_and_interpolates_the_rest(fake):
     mib = 2**20
-    amounts = {800: 500 * mib, 700: 40 * mib, 400: 25 * mib, 100: 10 * mib}
+    amounts = {800: 500 * mib, 750: 45 * mib, 700: 40 * mib, 400: 25 * mib, 100: 10 * mib}
     profile = plugin.graphhal_profile_memory(sized(fake, amounts))
     by_size = {key.size: size / mib for key, size in profile.per_graph.items()}
-    assert by_size == {800: 500, 700: 40, 400: 25, 100: 10}
-    assert profile.settled_bytes == 575 * mib
-    assert sum(line.startswith("begin") for line in fake.log) == 3
+    assert by_size == {800: 500, 750: 45, 700: 40, 400: 25, 100: 10}
+    assert profile.settled_bytes == 620 * mib
+    assert sum(line.startswith("begin") for line in fake.log) == 4
+
+
+def test_a_profile_does_not_expect_the_pools_growth_of_every_graph(fake):
+    """Sixteen graphs of 120 MiB were once expected to take 250: the second needed one more piece
+    beside the first one's."""
+    mib = 2**20
+    amounts = {4096: 100 * mib, 3840: 18 * mib} | dict.fromkeys(range(3584, 0, -256), 0)
+    profile = plugin.graphhal_profile_memory(sized(fake, amounts))
+    assert profile.settled_bytes == 118 * mib
+    two = plugin.graphhal_profile_memory(sized(fake, {800: 50 * mib, 700: 4 * mib, 300: 2 * mib}))
+    assert two.settled_bytes == 56 * mib
 
 
 def test_a_profile_keeps_nothing(fake):
