@@ -24,7 +24,8 @@ from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, executor, towers
 from graphhal.vllm_worker.limits import merged
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
-from graphhal.vllm_worker.protocol_adapter import BOUNDS, ProtocolAdapter
+from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
+from graphhal.vllm_worker.protocol_buffers import BOUNDS
 from graphhal.vllm_worker.touched import spelled
 
 log = logging.getLogger(__name__)

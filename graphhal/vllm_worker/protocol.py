@@ -1,4 +1,4 @@
-"""The two spellings of vLLM's encoder-graph protocol: 0.26, and 0.27 to 0.33."""
+"""The two spellings of vLLM's encoder-graph protocol: 0.26, and 0.27 to 0.33; a model's towers."""
 
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
@@ -120,3 +120,16 @@ class Dialect:
                 local_output=outputs.get("local"),
             )
         return [found[index] for index in indices]
+
+
+def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:
+    """The modules of a vLLM model that its encoders read: towers and connectors it names."""
+    try:
+        mapping = model.get_mm_mapping()
+        prefixes = [*mapping.tower_model, *mapping.connector]
+        found = [model.get_submodule(prefix.strip(".")) for prefix in prefixes]
+    except (AttributeError, NotImplementedError, TypeError):
+        found = []
+    if not found and isinstance(model, torch.nn.Module):
+        found = [model]
+    return tuple(dict.fromkeys(found))

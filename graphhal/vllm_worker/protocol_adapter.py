@@ -21,13 +21,12 @@ from graphhal.settings import SelfCheck, Settings
 from graphhal.vllm_worker import grid_requests
 from graphhal.vllm_worker.layout_check import LayoutCheck
 from graphhal.vllm_worker.limits import Limits, dense_budgets
-from graphhal.vllm_worker.protocol import Dialect, PathRule
-from graphhal.vllm_worker.protocol_staging import Captured, Padding, copies
+from graphhal.vllm_worker.protocol import Dialect, PathRule, tower_modules
+from graphhal.vllm_worker.protocol_buffers import BOUNDS, MARKER, ProtocolBuffers, safe_bound
+from graphhal.vllm_worker.protocol_staging import copies
 
 log = logging.getLogger(__name__)
 
-MARKER = "graph_number"
-"""A static input that nothing reads: its length tells which graph a forward belongs to."""
 NEVER = 2**30
 """Tokens of an item that its model never wants in a graph (Kimi K2.5: chunks of films)."""
 EAGER = "eager_request"
@@ -36,11 +35,6 @@ CAPTURE_INPUTS = "graphhal_capture_inputs"
 """The key of an example's items where its values are the model's own dummy inputs."""
 CAPTURE_VALUES = "graphhal_capture_values"
 """The key of those values; models fill them at random, the example's seed decides how."""
-BOUNDS = {
-    "cu_seqlens": ("max_seqlen", "max_seqlen_full"),
-    "cu_window_seqlens": ("max_seqlen_window",),
-}
-"""Buffers that hold boundaries, and the host scalar that bounds their longest sequence."""
 
 
 class ProtocolAdapter(EncoderAdapter):
@@ -91,14 +85,12 @@ class ProtocolAdapter(EncoderAdapter):
         self._has_axes = bool(dialect.axes(self.config))
         self._checks_layouts = settings.self_check is not SelfCheck.OFF
         self._layouts = LayoutCheck(self.name, settings.tolerance)
-        self._captured: dict[GraphKey, Captured] = {}
-        self._by_number: list[Captured] = []
+        self._buffers = ProtocolBuffers(model, dialect, path, limits, device, dtype)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
         self._grid: grid_requests.GridRequests | None = None
         self._sought_grid = False
         self._host_values: Mapping[str, torch.Tensor] = {}
         self._scatters_only = dialect.scatters_only(model)
-        self._keeps_boundaries = _scales_boundaries(model)
         self._budgets: tuple[int, ...] | None = None
 
     def prepare(self, platform: Platform) -> None:
@@ -207,7 +199,7 @@ class ProtocolAdapter(EncoderAdapter):
             return self.limits.budgets
         low = min(low, high)
         plain = _doubling(low, high)
-        probe = self.model_inputs(min(plain), self._axes[0], self.path_name)
+        probe = self._buffers.dummies(min(plain), self._axes[0])
         packed = any(name in BOUNDS for name in probe)
         return dense_budgets(high) if packed and self.rule.minimum is None else plain
 
@@ -229,69 +221,14 @@ class ProtocolAdapter(EncoderAdapter):
             for number in range(len(self._axes))
         )
 
-    def model_inputs(
-        self, budget: int, axes: tuple[Hashable, ...], path: str
-    ) -> dict[str, torch.Tensor | None]:
-        """The model's own capture inputs for a budget."""
-        items = self.limits.items_for(budget)
-        return self.dialect.capture_inputs(
-            self.model,
-            budget,
-            items,
-            self.limits.frames_for(budget),
-            self.device,
-            self.dtype,
-            path,
-            axes,
-        )
-
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
         """The model's capture buffers; boundary buffers get room for dummy sequences."""
         if capacity.key.size == 0:
             return {}
-        return self._captured_for(capacity.key).specs
-
-    def _captured_for(self, key: GraphKey) -> Captured:
-        known = self._captured.get(key)
-        if known is not None:
-            return known
-        axes = self._captured_axes(key)
-        items, frames = self.limits.items_for(key.size), self.limits.frames_for(key.size)
-        captured = Captured(len(self._by_number) + 1, items, frames, {}, {})
-        values = self.model_inputs(key.size, axes, self.path_name)
-        for name, value in values.items():
-            if value is None:
-                continue
-            if value.device.type == "cpu" and (value.dim() == 0 or self.device.type != "cpu"):
-                captured.constants[name] = _safe_bound(name, value, values)
-            elif name in BOUNDS and not self._keeps_boundaries:
-                captured.specs[name] = self._boundary_spec(captured, name, value, values)
-            else:
-                captured.specs[name] = BufferSpec(tuple(value.shape), value.dtype)
-        captured.specs[MARKER] = BufferSpec((captured.number,), torch.uint8)
-        self._captured[key] = captured
-        self._by_number.append(captured)
-        return captured
+        return self._buffers.of(capacity.key, self._captured_axes(capacity.key)).specs
 
     def _captured_axes(self, key: GraphKey) -> tuple[Hashable, ...]:
         return self._axes[int(key.path.rpartition("/")[2])] if self._has_axes else ()
-
-    def _boundary_spec(
-        self,
-        captured: Captured,
-        name: str,
-        value: torch.Tensor,
-        values: Mapping[str, torch.Tensor | None],
-    ) -> BufferSpec:
-        rows = int(value[-1])
-        scalars = [(scalar, values.get(scalar)) for scalar in BOUNDS[name]]
-        bounds = (int(_safe_bound(n, each, values)) for n, each in scalars if each is not None)
-        bound = next(bounds, 0) or rows
-        dummies = -(-rows // bound)
-        slots = max(len(value) - 1, captured.frames, captured.items) + dummies
-        steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self.device) * bound
-        captured.ends[name] = Padding(rows, bound, steps)
-        return BufferSpec((slots + 1,), value.dtype)
 
     def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
         """None: the model keeps its metadata on the device."""
@@ -314,7 +251,7 @@ class ProtocolAdapter(EncoderAdapter):
         self, items: Sequence[ItemSpec], inputs: Mapping[str, torch.Tensor]
     ) -> Callable[[Mapping[str, Any]], None]:
         """`stage` with the views of the buffers made once."""
-        captured = self._by_number[inputs[MARKER].shape[0] - 1]
+        captured = self._buffers.behind(inputs)
         buffers = {name: target for name, target in inputs.items() if name != MARKER}
         copy = copies(captured, buffers, self.config.padding_logics)
         frozen = tuple(items)
@@ -378,13 +315,12 @@ class ProtocolAdapter(EncoderAdapter):
         """The model's captured forward on static inputs; its eager forward for eager inputs."""
         if EAGER in inputs:
             return self._eager_forward()
-        captured = self._by_number[len(inputs[MARKER]) - 1]
+        captured = self._buffers.behind(inputs)
         values = {name: value for name, value in inputs.items() if name != MARKER}
         output: torch.Tensor = self.model.encoder_cudagraph_forward(
             values | captured.constants, path=self.path_name
         )
-        budget = next(key.size for key, value in self._captured.items() if value is captured)
-        return _exactly(output, budget * self._rows_per_token())
+        return _exactly(output, captured.budget * self._rows_per_token())
 
     def _eager_forward(self) -> torch.Tensor:
         if self._request is None:
@@ -413,7 +349,7 @@ class ProtocolAdapter(EncoderAdapter):
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
-            values = self.model_inputs(items[0].rows, _axes_of(items[0]), self.path_name)
+            values = self._buffers.dummies(items[0].rows, _axes_of(items[0]))
         return {CAPTURE_INPUTS: tuple(items), CAPTURE_VALUES: values}
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
@@ -445,7 +381,7 @@ class ProtocolAdapter(EncoderAdapter):
         )
         values = {name: value for name, value in prepared.values.items() if value is not None}
         for name, value in self._host_values.items():  # what a model bakes it may not prepare again
-            values.setdefault(name, _safe_bound(name, value, values))
+            values.setdefault(name, safe_bound(name, value, values))
         output: torch.Tensor = self.model.encoder_cudagraph_forward(values, path=self.path_name)
         return output.reshape(-1, output.shape[-1])
 
@@ -454,7 +390,7 @@ class ProtocolAdapter(EncoderAdapter):
             return self._grid
         self._sought_grid = True
         budget = min(self.budgets())
-        inputs = self.model_inputs(budget, (), "default")
+        inputs = self._buffers.dummies(budget, ())
         self._host_values = {
             name: value
             for name, value in inputs.items()
@@ -507,28 +443,6 @@ def _are_all(items: Sequence[ItemSpec]) -> bool:
     return [_place_of(item) for item in items] == [(n, len(items)) for n in range(len(items))]
 
 
-def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:
-    """The modules of a vLLM model that its encoders read: towers and connectors it names."""
-    try:
-        mapping = model.get_mm_mapping()
-        prefixes = [*mapping.tower_model, *mapping.connector]
-        found = [model.get_submodule(prefix.strip(".")) for prefix in prefixes]
-    except (AttributeError, NotImplementedError, TypeError):
-        found = []
-    if not found and isinstance(model, torch.nn.Module):
-        found = [model]
-    return tuple(dict.fromkeys(found))
-
-
-def _scales_boundaries(model: Any) -> bool:
-    """Whether boundaries are not row numbers: FlashInfer's are element offsets, in sections."""
-    backends = {
-        str(getattr(getattr(module, "attn_backend", None), "name", ""))
-        for module in tower_modules(model)
-    }
-    return "FLASHINFER" in backends
-
-
 @contextmanager
 def _alone(model: Any) -> Iterator[None]:
     """Without the model's own spreading of items over ranks (Kimi K2.5's eager code spreads): each
@@ -541,17 +455,6 @@ def _alone(model: Any) -> Iterator[None]:
     finally:
         if spreads:
             model.use_data_parallel = True
-
-
-def _safe_bound(
-    name: str, value: torch.Tensor, values: Mapping[str, torch.Tensor | None]
-) -> torch.Tensor:
-    """A host scalar as it is baked: the bound of whole pictures holds one that fills the graph.
-    Kimi VL bakes one of tokens where sequences are of patches, four times as many."""
-    ends = values.get("cu_seqlens")
-    if name not in BOUNDS["cu_seqlens"] or ends is None or value.numel() != 1:
-        return value
-    return torch.maximum(value, ends[-1].to(value.device, value.dtype))
 
 
 def _check_rows(pixels: torch.Tensor | None, rows: int) -> None:

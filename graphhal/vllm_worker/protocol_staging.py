@@ -38,6 +38,7 @@ class Captured:
 
     Attributes:
         number: of the graph in its ladder.
+        budget: tokens that it holds.
         items: that its buffers hold.
         frames: that its buffers hold.
         specs: static inputs, by name.
@@ -46,6 +47,7 @@ class Captured:
     """
 
     number: int
+    budget: int
     items: int
     frames: int
     specs: dict[str, BufferSpec]

@@ -10,7 +10,7 @@ NAN = float("nan")
 
 
 def captured(**options) -> Captured:
-    return Captured(1, 4, 4, {}, options.get("constants", {}), options.get("ends", {}))
+    return Captured(1, 4, 4, 4, {}, options.get("constants", {}), options.get("ends", {}))
 
 
 def padding(bound: int) -> Padding:

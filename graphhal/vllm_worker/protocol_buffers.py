@@ -1,0 +1,122 @@
+"""The static inputs of a path's graphs, as the model itself asks for them."""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from graphhal.adapter import BufferSpec
+from graphhal.plan import GraphKey
+from graphhal.vllm_worker.limits import Limits
+from graphhal.vllm_worker.protocol import Dialect, tower_modules
+from graphhal.vllm_worker.protocol_staging import Captured, Padding
+
+MARKER = "graph_number"
+"""A static input that nothing reads: its length tells which graph a forward belongs to."""
+BOUNDS = {
+    "cu_seqlens": ("max_seqlen", "max_seqlen_full"),
+    "cu_window_seqlens": ("max_seqlen_window",),
+}
+"""Buffers that hold boundaries, and the host scalar that bounds their longest sequence."""
+
+
+class ProtocolBuffers:
+    """What each graph of one path is captured with.
+
+    Args:
+        model: the model, unwrapped.
+        dialect: how this vLLM spells the protocol.
+        path: one of the model's paths.
+        limits: items and frames that a graph holds.
+        device: of the graphs.
+        dtype: of the graphs' floating-point inputs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dialect: Dialect,
+        path: str,
+        limits: Limits,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model = model
+        self._dialect = dialect
+        self._path = path
+        self._limits = limits
+        self._device, self._dtype = device, dtype
+        self._keeps_boundaries = _scales_boundaries(model)
+        self._known: dict[GraphKey, Captured] = {}
+
+    def dummies(self, budget: int, axes: tuple[Hashable, ...]) -> dict[str, torch.Tensor | None]:
+        """The model's own capture inputs for a budget."""
+        items, frames = self._limits.items_for(budget), self._limits.frames_for(budget)
+        return self._dialect.capture_inputs(
+            self._model, budget, items, frames, self._device, self._dtype, self._path, axes
+        )
+
+    def of(self, key: GraphKey, axes: tuple[Hashable, ...]) -> Captured:
+        """Of one graph; asked once of the model."""
+        if key not in self._known:
+            self._known[key] = self._captured(key.size, axes)
+        return self._known[key]
+
+    def behind(self, inputs: Mapping[str, torch.Tensor]) -> Captured:
+        """Of the graph whose static inputs these are."""
+        number = len(inputs[MARKER])
+        return next(known for known in self._known.values() if known.number == number)
+
+    def _captured(self, budget: int, axes: tuple[Hashable, ...]) -> Captured:
+        items, frames = self._limits.items_for(budget), self._limits.frames_for(budget)
+        captured = Captured(len(self._known) + 1, budget, items, frames, {}, {})
+        values = self.dummies(budget, axes)
+        for name, value in values.items():
+            if value is None:
+                continue
+            if value.device.type == "cpu" and (value.dim() == 0 or self._device.type != "cpu"):
+                captured.constants[name] = safe_bound(name, value, values)
+            elif name in BOUNDS and not self._keeps_boundaries:
+                captured.specs[name] = self._boundary_spec(captured, name, value, values)
+            else:
+                captured.specs[name] = BufferSpec(tuple(value.shape), value.dtype)
+        captured.specs[MARKER] = BufferSpec((captured.number,), torch.uint8)
+        return captured
+
+    def _boundary_spec(
+        self,
+        captured: Captured,
+        name: str,
+        value: torch.Tensor,
+        values: Mapping[str, torch.Tensor | None],
+    ) -> BufferSpec:
+        """Room for the dummy sequences that padding rows become."""
+        rows = int(value[-1])
+        scalars = [(scalar, values.get(scalar)) for scalar in BOUNDS[name]]
+        bounds = (int(safe_bound(n, each, values)) for n, each in scalars if each is not None)
+        bound = next(bounds, 0) or rows
+        dummies = -(-rows // bound)
+        slots = max(len(value) - 1, captured.frames, captured.items) + dummies
+        steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self._device) * bound
+        captured.ends[name] = Padding(rows, bound, steps)
+        return BufferSpec((slots + 1,), value.dtype)
+
+
+def safe_bound(
+    name: str, value: torch.Tensor, values: Mapping[str, torch.Tensor | None]
+) -> torch.Tensor:
+    """A host scalar as it is baked: the bound of whole pictures holds one that fills the graph.
+    Kimi VL bakes one of tokens where sequences are of patches, four times as many."""
+    ends = values.get("cu_seqlens")
+    if name not in BOUNDS["cu_seqlens"] or ends is None or value.numel() != 1:
+        return value
+    return torch.maximum(value, ends[-1].to(value.device, value.dtype))
+
+
+def _scales_boundaries(model: Any) -> bool:
+    """Whether boundaries are not row numbers: FlashInfer's are element offsets, in sections."""
+    backends = {
+        str(getattr(getattr(module, "attn_backend", None), "name", ""))
+        for module in tower_modules(model)
+    }
+    return "FLASHINFER" in backends
