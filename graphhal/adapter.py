@@ -15,6 +15,9 @@ from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import Platform
 from graphhal.settings import Settings
 
+Place = tuple[torch.nn.Module, str, torch.nn.Module]
+"""Where a module is kept: owner, attribute, module."""
+
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
@@ -153,9 +156,9 @@ class EncoderAdapter(ABC):
         """Modules whose parameters and buffers a graph reads by address; the engine watches."""
         return ()
 
-    def places(self) -> Iterable[tuple[torch.nn.Module, str, torch.nn.Module]]:
-        """Where the host keeps such modules: owner, attribute, module. The engine watches that they
-        stay there; a tower that is replaced as a whole is seen nowhere else."""
+    def places(self) -> Iterable[Place]:
+        """Where the host keeps such modules. The engine watches that they stay there; a tower that
+        is replaced as a whole is seen nowhere else."""
         return ()
 
 

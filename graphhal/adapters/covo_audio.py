@@ -12,7 +12,7 @@ from torch import nn
 from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from graphhal.adapter import BufferSpec, EncoderAdapter
+from graphhal.adapter import BufferSpec, EncoderAdapter, Place
 from graphhal.adapters.host_sizes import host_int, host_ints
 from graphhal.adapters.sample_files import read_sound, sample_speech
 from graphhal.adapters.seeded_weights import with_seeded_weights
@@ -99,6 +99,7 @@ class CovoAudio(EncoderAdapter):
     modalities = ("audio",)
 
     def __init__(self, stage: Any, sample_rate: int = 16_000, hop: int = 160) -> None:
+        self.owner = stage
         self.encoder, self.downsampler = stage.encoder, stage.audio_adapter
         config = self.encoder.config
         # Whisper's own attention takes whole clips; nothing in it needs a platform's kernel.
@@ -118,6 +119,13 @@ class CovoAudio(EncoderAdapter):
     def modules(self) -> Iterable[torch.nn.Module]:
         """The encoder and the downsampling adapter."""
         return (self.encoder, self.downsampler)
+
+    def places(self) -> Iterable[Place]:
+        """Where the stage keeps them, if it is a module."""
+        owner = self.owner
+        if not isinstance(owner, nn.Module):
+            return ()
+        return ((owner, "encoder", self.encoder), (owner, "audio_adapter", self.downsampler))
 
     def num_tokens(self, num_samples: int, sample_rate: int, item: int | None = None) -> int:
         """Tokens of a clip, from its length: what the processor announces for it.

@@ -106,17 +106,23 @@ class Qwen3OmniVision(EncoderAdapter):
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
         """Images, then videos. Equal grids cost a cache look-up."""
         specs: tuple[ItemSpec, ...] = ()
-        for modality in self.modalities:
+        for modality in self.output_order(mm_kwargs):
             pixels_key, grid_key = KEYS[modality]
             pixels, grid = mm_kwargs.get(pixels_key), mm_kwargs.get(grid_key)
             if pixels is None and grid is None:
                 continue
+            if modality not in self.modalities:
+                raise InputError(f"{pixels_key} came, but no {modality} is served; leave it out")
             rows = self._pixel_rows(pixels, pixels_key, grid, grid_key)
             specs += self._specs(modality, host_rows(grid, grid_key, 3), rows, len(specs))
         if not specs:
             wanted = " or ".join(" with ".join(KEYS[modality]) for modality in self.modalities)
             raise InputError(f"the group is empty; pass {wanted}")
         return specs
+
+    def output_order(self, mm_kwargs: Mapping[str, Any]) -> Iterable[str]:
+        """The modalities that a request may have, in the order in which its outputs come."""
+        return KEYS
 
     def _pixel_rows(self, pixels: Any, pixels_key: str, grid: Any, grid_key: str) -> int:
         if pixels is None or grid is None:

@@ -1,6 +1,7 @@
 """Whether the installed vLLM is one that was read: compared by signature, name for name."""
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -60,16 +61,28 @@ def version_problem(found: str) -> str | None:
     return f"vLLM {first} to {last} was expected, found {found}"
 
 
-def drifts(names: Iterable[str]) -> list[Drift]:
-    """The names that are not what they were in any supported release."""
+def drifts(names: Iterable[str], redefined_in: str | None = None) -> list[Drift]:
+    """The names that are not what they were in any supported release.
+
+    Args:
+        names: of vLLM.
+        redefined_in: a module that has classes of the same names in place of vLLM's; those that it
+            has are compared, in place of vLLM's.
+    """
     found = []
     for name in names:
         expected = tuple(
             dict.fromkeys(table[name] for table in known_signatures().values() if name in table)
         )
-        actual = _spelling(name)
+        looked_at = name
+        if redefined_in is not None:
+            qualname = name.partition(":")[2]
+            if not hasattr(sys.modules.get(redefined_in), qualname.partition(".")[0]):
+                continue
+            looked_at = f"{redefined_in}:{qualname}"
+        actual = _spelling(looked_at)
         if actual not in expected:
-            found.append(Drift(name, expected, actual))
+            found.append(Drift(looked_at, expected, actual))
     return found
 
 

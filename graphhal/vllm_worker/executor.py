@@ -15,7 +15,13 @@ import torch
 
 from graphhal.data_parallel import DataParallelEncoder
 from graphhal.discovery import open_platform
-from graphhal.errors import GraphhalError, InputError, NoPlatformError, SettingsError
+from graphhal.errors import (
+    AdapterError,
+    GraphhalError,
+    InputError,
+    NoPlatformError,
+    SettingsError,
+)
 from graphhal.peers import DistributedPeers, Peers
 from graphhal.plan import MissReason
 from graphhal.platform import Platform
@@ -32,6 +38,8 @@ log = logging.getLogger(__name__)
 
 AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features")
 """Keys that carry sound; films may have others with `audio` in their names."""
+SIGHT_KEYS = ("pixel_values", "pixel_values_videos")
+"""Keys that carry pictures and films of models with several encoders."""
 
 MARKS = (
     ("video", "video"),
@@ -233,6 +241,10 @@ class EncoderGraphExecutor:
             found = towers.encoders_of(model, self._vllm_config, self.settings, device, dtype)
         except SettingsError:
             raise
+        except AdapterError as error:
+            self.refusal = str(error)  # its groups are counted under it
+            log.warning("graphhal: %s runs eagerly: %s", self.name, error)
+            return
         except Exception as error:  # the model's own code
             self.refusal = f"its own code for graphs fails: {error!r}"
             log.warning("graphhal: %s runs eagerly: %s", self.name, self.refusal, exc_info=True)
@@ -325,11 +337,13 @@ class EncoderGraphExecutor:
             return None
 
     def _find(self, mm_kwargs: Mapping[str, Any]) -> _Served | None:
-        if len(self._served) == 1:
-            return self._served[0]
-        wants_audio = any(mm_kwargs.get(key) is not None for key in AUDIO_KEYS)
+        """The encoder of all of a group: whatever else it holds would be left out."""
+        sound, sight = (
+            any(mm_kwargs.get(key) is not None for key in keys) for keys in (AUDIO_KEYS, SIGHT_KEYS)
+        )
         for served in self._served:
-            if ("audio" in served.encoder.modalities) is wants_audio:
+            modalities = served.encoder.modalities
+            if (not sound or "audio" in modalities) and (not sight or modalities != ("audio",)):
                 return served
         return None
 

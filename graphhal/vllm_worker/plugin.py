@@ -28,9 +28,12 @@ log = logging.getLogger(__name__)
 OPT_IN_MODULES = (
     "vllm.model_executor.models.qwen3_omni_moe_thinker",
     "vllm_omni.model_executor.models.qwen3_omni.qwen3_omni_moe_thinker",
+    "vllm_omni.model_executor.models.qwen3_omni.qwen3_omni",
     "vllm_omni.model_executor.models.covo_audio.covo_audio",
+    "vllm_omni.model_executor.models.covo_audio.covo_audio_llm",
 )
-"""Modules of models that have no encoder-graph protocol and gain it on opt-in."""
+"""Modules of models that have no encoder-graph protocol and gain it on opt-in: all of
+`towers.OPT_IN`, which is not imported before one of them is."""
 ASCEND_WORKER = "vllm_ascend.worker.worker"
 """Module of vllm-ascend's worker, which sizes the KV cache."""
 WATCHED = (ENCODER_CUDAGRAPH, *OPT_IN_MODULES, ASCEND_WORKER)

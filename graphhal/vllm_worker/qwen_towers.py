@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphhal.adapter import BufferSpec
+from graphhal.adapter import BufferSpec, Place
 from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudio
 from graphhal.adapters.qwen3_omni_vision import (
     BOUNDARIES,
     CACHED_FRAME_SIZES,
     CACHED_GROUPS,
+    KEYS,
     PIXELS,
     Qwen3OmniVision,
 )
@@ -38,8 +39,6 @@ PACKED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_FA")
 """Attention of vLLM that reads boundaries as row numbers."""
 
 Arrays = tuple[npt.NDArray[Any], ...]
-Kept = tuple[torch.nn.Module, str]
-"""A module and the name of its attribute."""
 
 
 def backend_of(tower: torch.nn.Module) -> str:
@@ -66,7 +65,7 @@ class VllmQwenVision(Qwen3OmniVision):
         modalities: which ladders to offer.
         takes_metadata: the tower takes `encoder_metadata`; else its blocks are called here.
         name: of the adapter.
-        kept: where the model keeps the tower.
+        kept: where the model keeps the tower, and what holds it.
     """
 
     tower: Any
@@ -77,7 +76,7 @@ class VllmQwenVision(Qwen3OmniVision):
         modalities: Sequence[str],
         takes_metadata: bool,
         name: str,
-        kept: Kept | None = None,
+        kept: Sequence[Place] = (),
     ) -> None:
         self.tower = tower
         self.kept = kept
@@ -105,9 +104,15 @@ class VllmQwenVision(Qwen3OmniVision):
         """The tower."""
         return (self.tower,)
 
-    def places(self) -> Iterable[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    def places(self) -> Sequence[Place]:
         """Where the model keeps it."""
-        return () if self.kept is None else ((*self.kept, self.tower),)
+        return self.kept
+
+    def output_order(self, mm_kwargs: Mapping[str, Any]) -> Iterable[str]:
+        """As in vLLM's models: that of the request's keys."""
+        order = list(mm_kwargs)
+        pixels = {modality: keys[0] for modality, keys in KEYS.items() if keys[0] in mm_kwargs}
+        return sorted(pixels, key=lambda modality: order.index(pixels[modality]))
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Pictures with more places on a side than the rotary table has rows."""
@@ -219,7 +224,7 @@ class VllmQwen25Vision(VllmQwenVision):
     """vLLM's Qwen2.5-VL tower: windowed layers have boundaries and a bound of their own."""
 
     def __init__(
-        self, tower: Any, modalities: Sequence[str], name: str, kept: Kept | None = None
+        self, tower: Any, modalities: Sequence[str], name: str, kept: Sequence[Place] = ()
     ) -> None:
         super().__init__(tower, modalities, takes_metadata=True, name=name, kept=kept)
         self.side = tower.window_size // self.merge // tower.patch_size
@@ -324,12 +329,12 @@ class VllmQwenAudio(Qwen3OmniAudio):
 
     Args:
         tower: `Qwen3OmniMoeAudioEncoder` of vLLM or vLLM-Omni.
-        kept: where the model keeps it.
+        kept: where the model keeps it, and what holds it.
     """
 
     name = "vllm_qwen3_omni_audio"
 
-    def __init__(self, tower: Any, kept: Kept | None = None) -> None:
+    def __init__(self, tower: Any, kept: Sequence[Place] = ()) -> None:
         self.tower = tower
         self.kept = kept
         self.width = 2 * int(tower.n_window)
@@ -351,9 +356,9 @@ class VllmQwenAudio(Qwen3OmniAudio):
         """The tower."""
         return (self.tower,)
 
-    def places(self) -> Iterable[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    def places(self) -> Sequence[Place]:
         """Where the model keeps it."""
-        return () if self.kept is None else ((*self.kept, self.tower),)
+        return self.kept
 
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]

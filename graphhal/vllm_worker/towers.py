@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphhal.adapter import EncoderAdapter
+from graphhal.adapter import EncoderAdapter, Place
 from graphhal.errors import AdapterError, SettingsError
 from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, touched
@@ -209,7 +209,14 @@ def _same_encoding(model_class: type, reference: type) -> bool:
     return all(getattr(model_class, s, None) is getattr(reference, s, None) for s in steps)
 
 
-def _wrap_vision(model: Any, modalities: tuple[str, ...], name: str) -> EncoderAdapter | None:
+def _kept(owner: torch.nn.Module, module: torch.nn.Module) -> tuple[Place, ...]:
+    """Every name under which a module keeps another."""
+    return tuple((owner, name, module) for name, held in owner._modules.items() if held is module)
+
+
+def _wrap_vision(
+    model: Any, modalities: tuple[str, ...], name: str, above: tuple[Place, ...] = ()
+) -> EncoderAdapter | None:
     tower = model.visual
     try:
         from graphhal.vllm_worker.qwen_towers import (
@@ -224,7 +231,7 @@ def _wrap_vision(model: Any, modalities: tuple[str, ...], name: str) -> EncoderA
     if backend_of(tower) not in PACKED_BACKENDS:
         log.info("graphhal: the protocol is used: attention is %s", backend_of(tower))
         return None
-    kept = (model, "visual")
+    kept = (*above, *_kept(model, tower))
     try:
         if name == "qwen2_5_vl":
             return VllmQwen25Vision(tower, modalities, f"vllm_{name}_vision", kept)
@@ -250,27 +257,29 @@ def _opted_in(model: Any) -> str | None:
 def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings) -> list[Encoder]:
     if name == "covo_audio":
         return _covo_encoders(model, vllm_config, settings)
-    inner = model
+    inner: Any = model
+    above: tuple[Place, ...] = ()
     while inner is not None and not hasattr(inner, "audio_tower"):
-        inner = getattr(inner, "thinker", None)
+        owner, inner = inner, getattr(inner, "thinker", None)
+        above = () if inner is None else (*above, *_kept(owner, inner))
     if inner is None:
         return []  # another stage of the pipeline: it encodes nothing
-    drift = compatibility.drifts(touched.QWEN3_OMNI)
-    if drift:
-        log.warning("graphhal: %s runs eagerly: %s", type(model).__name__, drift[0])
-        return []
+    changed = compatibility.drifts(touched.QWEN3_OMNI)
+    changed += compatibility.drifts(touched.QWEN3_OMNI, type(inner).__module__)
+    if changed:
+        raise AdapterError(str(changed[0]))
     encoders = []
     vision = enabled_modalities(("image", "video"), vllm_config, settings)
     tower = getattr(inner, "visual", None)
     if vision and hasattr(tower, "patch_embed"):
-        adapter = _wrap_vision(inner, vision, "qwen3_omni")
+        adapter = _wrap_vision(inner, vision, "qwen3_omni", above)
         if adapter is not None:
             encoders.append(Encoder(adapter.name, vision, {"default": adapter}))
     audio = enabled_modalities(("audio",), vllm_config, settings)
     if audio and hasattr(inner.audio_tower, "conv2d1"):
         from graphhal.vllm_worker.qwen_towers import VllmQwenAudio
 
-        clips = VllmQwenAudio(inner.audio_tower, (inner, "audio_tower"))
+        clips = VllmQwenAudio(inner.audio_tower, (*above, *_kept(inner, inner.audio_tower)))
         encoders.append(Encoder(clips.name, audio, {"default": clips}))
     return encoders
 
@@ -281,7 +290,7 @@ def _covo_encoders(model: Any, vllm_config: Any, settings: Settings) -> list[Enc
         return []  # another stage of the pipeline: it encodes nothing
     if not enabled_modalities(("audio",), vllm_config, settings):
         return []
-    from graphhal.adapters.covo_audio import CovoAudio
+    from graphhal.vllm_worker.covo_tower import VllmCovoAudio
 
-    adapter = CovoAudio(stage)
+    adapter = VllmCovoAudio(stage, () if stage is model else _kept(model, stage))
     return [Encoder(adapter.name, ("audio",), {"default": adapter}, raises=True)]

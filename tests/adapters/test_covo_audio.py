@@ -1,5 +1,6 @@
 """Hazards of the CoVo-Audio adapter: token counts, limits to the sample, trimming, layouts."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import soundfile
 import torch
 
+from graphhal import EncoderGraphs, open_platform
 from graphhal.adapters.covo_audio import CovoAudio, CovoAudioFactory
 from graphhal.errors import AdapterError, InputError, SettingsError
 from graphhal.plan import Eager, MissReason, Planner
@@ -47,6 +49,25 @@ def test_sizes_follow_from_the_configuration(adapter):
         adapter.encoder.config = config
     assert (short.frames, short.tokens_per_clip, short.most_samples) == (600, 38, 96_000)
     assert [c.tokens for c in short.capacities(Settings())] == [38, 76]
+
+
+@pytest.mark.parametrize("name", ["encoder", "audio_adapter"])
+def test_a_module_that_the_stage_replaces_is_noticed(name):
+    adapter, other = (FACTORY.build("tiny", CPU, torch.float32, seed=seed) for seed in (3, 4))
+    graphs = EncoderGraphs(adapter, open_platform("cpu"), Settings(self_check="off"))
+    graphs.capture()
+    request = request_of(adapter, [5, 100])
+    assert graphs.try_replay(request) is not None
+    setattr(adapter.owner, name, getattr(other.owner, name))
+    assert graphs.try_replay(request) is None
+    assert graphs.stats()["misses"] == {"audio": {"weights were rebound after capture": 2}}
+
+
+def test_a_stage_that_is_no_module_is_captured_too(adapter):
+    stage = types.SimpleNamespace(encoder=adapter.encoder, audio_adapter=adapter.downsampler)
+    graphs = EncoderGraphs(CovoAudio(stage), open_platform("cpu"), Settings(self_check="off"))
+    assert graphs.capture().dropped == []
+    assert graphs.try_replay(request_of(adapter, [5])) is not None
 
 
 def test_budgets_are_one_and_two_clips(adapter):

@@ -185,6 +185,15 @@ def test_an_item_of_a_mixed_request_is_named_by_its_place(tower):
         adapter.item_specs(request | {"video_grid_thw": [[2, 4, 3]]})
 
 
+def test_a_film_beside_pictures_is_refused_where_no_films_are_served(tower):
+    """Its outputs would be missing among those of the request."""
+    adapter, _ = tower
+    only = Qwen3OmniVision(adapter.encoder, modalities=("image",))
+    request = request_of(adapter, images=[[1, 4, 4]], videos=[[2, 4, 4]])
+    with pytest.raises(InputError, match=r"^pixel_values_videos came, but no video is served"):
+        only.item_specs(request)
+
+
 @pytest.mark.parametrize("spelling", ["tensor", "int32", "array", "list", "tensors", "arrays"])
 def test_grids_come_in_many_spellings(tower, spelling):
     adapter, _ = tower

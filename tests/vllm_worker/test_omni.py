@@ -4,6 +4,7 @@ import importlib.util
 from typing import Any
 
 import pytest
+from test_plugin import PRELUDE, python
 from test_runners import groups_of, worst
 
 torch = pytest.importorskip("torch")
@@ -38,6 +39,51 @@ def served(engine: Any, model: Any, runner_class: Any, name: str) -> Any:
     return manager
 
 
+def pipeline(module_name: str, class_name: str, stage: str, model: Any) -> Any:
+    """vLLM-Omni's class around a stage, which was made."""
+    module = importlib.import_module(f"vllm_omni.model_executor.models.{module_name}")
+    whole = getattr(module, class_name)
+    outer = whole.__new__(whole)
+    torch.nn.Module.__init__(outer)
+    setattr(outer, stage, model)
+    outer.model, outer.model_stage = model, stage
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("qwen3_omni", "qwen3_omni.qwen3_omni:Qwen3OmniMoeForConditionalGeneration"),
+        ("covo_audio", "covo_audio.covo_audio:CovoAudioForConditionalGeneration"),
+        ("covo_audio", "covo_audio.covo_audio_llm:CovoAudioLLMForConditionalGeneration"),
+    ],
+)
+def test_omni_classes_gain_the_protocol_after_the_runner_was_imported(
+    name: str, place: str
+) -> None:
+    """V2 runners import encoder graphs before any model, so nothing looks at the classes later."""
+    code = (
+        PRELUDE
+        + """
+import types
+from importlib import import_module
+from graphhal.vllm_worker import plugin
+plugin.register()
+import vllm.v1.worker.encoder_cudagraph
+def load(vllm_config):
+    module, _, name = PLACE.partition(":")
+    return getattr(import_module("vllm_omni.model_executor.models." + module), name)
+model_class = load(types.SimpleNamespace(
+    compilation_config=types.SimpleNamespace(cudagraph_mm_encoder=True),
+    additional_config={"graphhal": {"vllm_models": NAME}},
+))
+from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
+print(supports_encoder_cudagraph(object.__new__(model_class)))
+""".replace("PLACE", repr(place)).replace("NAME", repr(name))
+    )
+    assert python(code).split()[-1] == "True"
+
+
 def test_omni_thinker_is_replayed_by_omnis_runner(engine: Any, runner_class: Any) -> None:
     import vllm_on_cpu as on_cpu
     from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as thinker
@@ -55,21 +101,72 @@ def test_omni_thinker_is_replayed_by_omnis_runner(engine: Any, runner_class: Any
     assert stats["dropped"] == []
 
 
+def whole_thinker(engine: Any) -> Any:
+    import vllm_on_cpu as on_cpu
+    from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as thinker
+
+    model = on_cpu.qwen3_omni(engine, thinker=thinker)
+    name = "Qwen3OmniMoeForConditionalGeneration"
+    return pipeline("qwen3_omni.qwen3_omni", name, "thinker", model)
+
+
 def test_omni_model_around_the_thinker_is_known(engine: Any, runner_class: Any) -> None:
     """The pipeline's class holds the thinker; its other stages encode nothing."""
     import vllm_on_cpu as on_cpu
-    from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni
-    from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as thinker
 
-    whole = qwen3_omni.Qwen3OmniMoeForConditionalGeneration
-    outer = whole.__new__(whole)
-    torch.nn.Module.__init__(outer)
-    outer.thinker = on_cpu.qwen3_omni(engine, thinker=thinker)
+    outer = whole_thinker(engine)
     manager = served(engine, outer, runner_class, "qwen3_omni")
     group = on_cpu.image_group(outer.thinker, [[1, 4, 4], [1, 4, 8]])
     outputs = manager.execute(group)
     eager = outer.thinker.embed_multimodal(**group)
     assert worst(list(outputs), list(eager)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["thinker", "model"])
+def test_omni_thinker_that_is_replaced_in_its_pipeline_is_noticed(
+    engine: Any, runner_class: Any, name: str
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    outer = whole_thinker(engine)
+    manager = served(engine, outer, runner_class, "qwen3_omni")
+    groups = groups_of(outer.thinker)
+    assert all(manager.execute(group) is not None for _, group in groups)
+    setattr(outer, name, on_cpu.filled(whole_thinker(engine).thinker, seed=9))
+    assert all(manager.execute(group) is None for _, group in groups)
+    reason = "weights were rebound after capture"
+    assert manager.stats()["misses"] == {
+        "image": {reason: 2}, "video": {reason: 1}, "audio": {reason: 2}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tower", ["Qwen3OmniMoeAudioEncoder", "Qwen3Omni_VisionTransformer"])
+def test_omni_tower_of_another_signature_is_said_in_one_line_and_counted(
+    engine: Any,
+    runner_class: Any,
+    tower: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM-Omni has towers of its own under the names of vLLM's."""
+    import vllm_on_cpu as on_cpu
+    from vllm_omni.model_executor.models.qwen3_omni import qwen3_omni_moe_thinker as thinker
+
+    outer = whole_thinker(engine)
+    groups = groups_of(outer.thinker)
+    monkeypatch.setattr(getattr(thinker, tower), "forward", lambda self, renamed: None)
+    with on_cpu.log_of("graphhal", caplog):
+        manager = served(engine, outer, runner_class, "qwen3_omni")
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert f"{thinker.__name__}:{tower}.forward was expected as (self, " in line
+    assert line.endswith("found (self, renamed)")
+    for modality, group in groups:
+        assert manager.supports_modality(modality)  # else nobody would ask, nor count
+        assert manager.execute(group) is None
+    misses = manager.stats()["misses"]
+    assert {kind: list(of.values()) for kind, of in misses.items()} == {
+        "image": [2], "video": [1], "audio": [2]
+    }  # fmt: skip
 
 
 def covo_stage(config: Any) -> Any:
@@ -96,16 +193,16 @@ def covo_stage(config: Any) -> Any:
     return model
 
 
+def whole_covo(stage: Any) -> Any:
+    name = "CovoAudioForConditionalGeneration"
+    return pipeline("covo_audio.covo_audio", name, "fused_thinker_talker", stage)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_omni_covo_audio_is_replayed(engine: Any, runner_class: Any, wrapped: bool) -> None:
-    from vllm_omni.model_executor.models.covo_audio import covo_audio
-
     stage = model = covo_stage(engine)
     if wrapped:
-        whole = covo_audio.CovoAudioForConditionalGeneration
-        model = whole.__new__(whole)
-        torch.nn.Module.__init__(model)
-        model.fused_thinker_talker = stage
+        model = whole_covo(stage)
     manager = served(engine, model, runner_class, "covo_audio")
     frames = 2 * stage.encoder.config.max_source_positions
     generator = torch.Generator().manual_seed(3)
@@ -120,3 +217,60 @@ def test_omni_covo_audio_is_replayed(engine: Any, runner_class: Any, wrapped: bo
         assert worst(list(outputs), list(eager)) < 1e-5
     stats = manager.get_cumulative_stats()
     assert stats["hits"] == {"audio": 5}
+
+
+def clips(stage: Any, counts: list[int]) -> dict[str, Any]:
+    frames = 2 * stage.encoder.config.max_source_positions
+    features = torch.randn(len(counts), 16, frames, generator=torch.Generator().manual_seed(3))
+    return {"audio_features": features, "audio_num_tokens": torch.tensor(counts)}
+
+
+@pytest.mark.parametrize("name", ["encoder", "audio_adapter", "fused_thinker_talker"])
+def test_omni_covo_module_that_is_replaced_is_noticed(
+    engine: Any, runner_class: Any, name: str
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    stage = covo_stage(engine)
+    whole = whole_covo(stage)
+    manager = served(engine, whole, runner_class, "covo_audio")
+    group = clips(stage, [5, 12])
+    assert manager.execute(group) is not None
+    other = on_cpu.filled(covo_stage(engine), seed=9)
+    if name == "fused_thinker_talker":
+        whole.fused_thinker_talker = other
+    else:
+        setattr(stage, name, getattr(other, name))
+    assert manager.execute(group) is None
+    assert manager.stats()["misses"] == {"audio": {"weights were rebound after capture": 2}}
+
+
+def test_omni_covo_that_does_more_than_was_read_has_no_graphs(
+    engine: Any, runner_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = covo_stage(engine)
+    own = type(stage).embed_multimodal
+
+    def louder(self: Any, **kwargs: Any) -> list[Any]:
+        return [2 * part for part in own(self, **kwargs)]
+
+    monkeypatch.setattr(type(stage), "embed_multimodal", louder)
+    manager = served(engine, stage, runner_class, "covo_audio")
+    assert manager.execute(clips(stage, [5, 12])) is None
+    stats = manager.stats()
+    assert stats["graph_count"] == 0
+    assert {key for key, _ in stats["dropped"]} == {"covo_audio/audio[12]", "covo_audio/audio[24]"}
+
+
+@pytest.mark.parametrize("counts", [[13], [5, -1], [1, 2, 13]])
+def test_omni_covo_counts_outside_a_clip_are_named_by_the_runner(
+    engine: Any, runner_class: Any, counts: list[int]
+) -> None:
+    """vLLM-Omni's own code would cut tokens off in silence."""
+    import vllm_on_cpu as on_cpu
+
+    stage = covo_stage(engine)
+    manager = served(engine, stage, runner_class, "covo_audio")
+    wrong = next(item for item, count in enumerate(counts) if not 0 <= count <= 12)
+    with pytest.raises(ValueError, match=rf"^item {wrong}: audio_num_tokens is {counts[wrong]};"):
+        on_cpu.run_v1(stage, engine, manager, [("audio", clips(stage, counts))], runner_class)

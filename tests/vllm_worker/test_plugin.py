@@ -49,6 +49,14 @@ def test_registering_imports_neither_torch_nor_vllm() -> None:
     assert out.strip() == "[] 1"
 
 
+def test_every_module_of_a_model_that_may_opt_in_is_watched() -> None:
+    """One that is not would gain nothing where the runner was imported before it."""
+    from graphhal.vllm_worker import plugin, towers
+
+    modules = {module for classes in towers.OPT_IN.values() for module, _ in classes}
+    assert set(plugin.OPT_IN_MODULES) == modules
+
+
 def test_a_watched_module_looks_untouched(tmp_path: Path) -> None:
     """Loader and spec are the module's own afterwards, and an import error stays one."""
     fake_vllm(tmp_path)

@@ -76,6 +76,34 @@ def test_thinker_has_graphs_for_pictures_films_and_speech_on_opt_in(engine: Any)
     assert stats["graph_misses"] == 0
 
 
+@pytest.mark.parametrize("order", ["iv", "vi", "ia", "ai", "va", "av", "vai"])
+def test_a_group_of_several_modalities_is_whole_and_in_the_models_order(
+    engine: Any, order: str
+) -> None:
+    """Runners make no such groups; the model's outputs come in the order of their keys."""
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import plugin
+
+    model = on_cpu.qwen3_omni(engine)
+    engine.additional_config["graphhal"]["vllm_models"] = "qwen3_omni"
+    plugin.install(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    parts = {modality[0]: group for modality, group in groups_of(model)}
+    group: dict[str, Any] = {}
+    for letter in order:
+        group |= parts[letter]
+    eager = list(model.embed_multimodal(**group))
+    ours = manager.execute(group)
+    if "a" in order:
+        assert ours is None
+        (reasons,) = manager.stats()["misses"].values()
+        assert list(reasons) == ["no encoder takes these inputs"]
+    else:
+        assert worst(ours, eager) < 1e-5
+
+
 def test_what_no_graph_holds_goes_to_embed_multimodal(engine: Any) -> None:
     import vllm_on_cpu as on_cpu
 
