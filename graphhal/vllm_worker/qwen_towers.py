@@ -363,13 +363,20 @@ class VllmQwenAudio(Qwen3OmniAudio):
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
     ) -> dict[str, torch.Tensor]:
-        """A mark for `forward` to run the tower's own eager code on these clips."""
+        """A mark for `forward` to run the tower's own eager code on these clips.
+
+        The tower pads to the longest window of its call: where that clip is encoded elsewhere (by
+        another rank), a silent window as wide comes last in its place.
+        """
         features, _ = self._features(mm_kwargs)
         lengths = [_frames(item) for item in items]
         parts = [
             features[:, item.row_offset : item.row_offset + length]
             for item, length in zip(items, lengths, strict=True)
         ]
+        width = _width(items)
+        if sum(lengths) < features.shape[1] and max(lengths) < width:
+            parts.append(features.new_zeros(self.mel, width))
         self._request = (mm_kwargs, tuple(items))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return {EAGER: joined.to(self.device, self.dtype)}
@@ -408,10 +415,18 @@ class VllmQwenAudio(Qwen3OmniAudio):
         if self._request is None:
             raise AdapterError(f"{self.name}: an eager forward needs a request")
         (_, items), self._request = self._request, None
-        lengths = torch.tensor([_frames(item) for item in items], device=self.device)
-        tokens = torch.tensor([item.tokens for item in items], device=self.device)
-        output: torch.Tensor = self.tower(features, feature_lens=lengths, aftercnn_lens=tokens)
-        return output
+        lengths, tokens = [_frames(item) for item in items], [item.tokens for item in items]
+        own = sum(tokens)
+        silence = features.shape[1] - sum(lengths)
+        if silence:
+            lengths.append(silence)
+            tokens.append(_after_convolutions(silence))
+        output: torch.Tensor = self.tower(
+            features,
+            feature_lens=torch.tensor(lengths, device=self.device),
+            aftercnn_lens=torch.tensor(tokens, device=self.device),
+        )
+        return output[:own] if silence else output
 
 
 def _linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -431,6 +446,12 @@ def _frames(item: ItemSpec) -> int:
     """Mel frames of a clip."""
     signature: Any = item.signature
     return int(signature[0])
+
+
+def _width(items: Sequence[ItemSpec]) -> int:
+    """Frames that the windows of the clips' request are padded to."""
+    signature: Any = items[0].signature
+    return int(signature[1])
 
 
 def _after_convolutions(frames: int) -> int:

@@ -104,6 +104,31 @@ def test_a_group_of_several_modalities_is_whole_and_in_the_models_order(
         assert worst(ours, eager) < 1e-5
 
 
+@pytest.mark.parametrize("share", [(0,), (2,), (0, 2), (1,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("lengths", [[50, 300, 21], [50, 30, 21]])
+def test_a_ranks_share_of_the_clips_is_encoded_as_in_the_whole_group(
+    engine: Any, lengths: list[int], share: tuple[int, ...]
+) -> None:
+    """The tower pads every window to the longest of its call, which may be another rank's."""
+    from dataclasses import replace
+
+    import vllm_on_cpu as on_cpu
+
+    from graphhal import EncoderGraphs, Settings, open_platform
+    from graphhal.vllm_worker.qwen_towers import VllmQwenAudio
+
+    model = on_cpu.qwen3_omni(engine)
+    for parameter in model.audio_tower.parameters():
+        parameter.mul_(3)  # clips differ by more than their tokens have in common
+    adapter = VllmQwenAudio(model.audio_tower)
+    graphs = EncoderGraphs(adapter, open_platform("cpu"), Settings())
+    group = on_cpu.audio_group(model, lengths)
+    items = adapter.item_specs(group)
+    mine = tuple(replace(items[index], index=number) for number, index in enumerate(share))
+    eager = model.embed_multimodal(**group)
+    assert worst(graphs.run_items(group, mine), [eager[index] for index in share]) < 1e-6
+
+
 def test_what_no_graph_holds_goes_to_embed_multimodal(engine: Any) -> None:
     import vllm_on_cpu as on_cpu
 
