@@ -167,10 +167,8 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
         recording, graph.handle, graph.poison = graph.handle, None, None
         if recording is None:
             continue
-        last = recording.updates.last_replay()
         try:
-            if last is not None:
-                wait_for(last, f"{graph.key}: release")
+            wait_for(recording.updates, f"{graph.key}: release")
             recording.graph.reset()
         except (RuntimeError, CaptureError) as error:
             log.warning("%s is not freed yet: %s", graph.key, error)

@@ -16,6 +16,8 @@
 - An operator that raises leaves the update open on its stream, and the runtime then refuses every
   other update of the process (107033). So lengths are checked before an update begins, and an
   update that fails is closed.
+- A queued update names the graph, as a queued replay does: both must be over before it is freed.
+  Where a failure came between, the two streams tell.
 - Streams come from a pool of 32 that hands them out in turn. Two are taken once and kept: a new one
   per replay would sooner or later be somebody else's, the capture stream's included.
 - Two threads that update in one process disturb each other, and so do two that queue work on one
@@ -102,8 +104,8 @@ class TaskUpdates:
         self._lane = lane
         self._ready = npu.Event()
         self._done = npu.Event()
-        self._replayed = False
         self._flags_set: set[int] = set()  # by updates that no replay has followed yet
+        self._last: tuple[Any, ...] = ()  # streams or events, done when the device is
 
     def queue(self, ends: Mapping[str, list[int]]) -> None:
         """Queue one rewrite of every task; the replay stream waits for it on the device.
@@ -113,8 +115,11 @@ class TaskUpdates:
         """
         stream = self._lane.update
         with TASK_UPDATE, npu.stream(stream):
-            if self._replayed:
+            if self._last == (self._done,):
                 stream.wait_event(self._done)
+            elif self._last:  # an update or a replay failed half-way
+                stream.wait_stream(self._lane.replay)
+            self._last = (stream, self._lane.replay)
             for number, task in enumerate(self.tasks):
                 self._rewrite(task, ends[task.boundary_set])
                 if number not in self._flags_set:
@@ -137,18 +142,18 @@ class TaskUpdates:
 
     def replayed(self) -> None:
         """A replay was queued: the next update waits for it."""
-        self._done.record(self._lane.replay)
-        self._replayed = True
         self._flags_set.clear()
         self.armed = False
+        self._done.record(self._lane.replay)
+        self._last = (self._done,)
 
-    def last_replay(self) -> Any:
-        """Event of the last replay; None where there was none."""
-        return self._done if self._replayed else None
+    def query(self) -> bool:
+        """Whether the device is through with the last update and replay."""
+        return all(bool(each.query()) for each in self._last)
 
     def is_done(self) -> bool:
-        """Whether the device is through with the last replay; a failed device is not."""
+        """As `query`; a failed device never is."""
         try:
-            return not self._replayed or bool(self._done.query())
+            return self.query()
         except RuntimeError:
             return False

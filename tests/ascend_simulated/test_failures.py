@@ -1,6 +1,7 @@
 """A failure at every runtime call: the process serves on, eagerly where it must, and rightly."""
 
 import ctypes
+import os
 import random
 import re
 import subprocess
@@ -389,12 +390,19 @@ def test_release_is_safe_twice_and_after_the_graph_is_gone(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("phase", ["capture", "replay"])
-def test_a_process_serves_on_and_exits_with_0_whichever_call_fails(phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "occurrences", "lazy"),
+    [("capture", "first", "0"), ("capture", "first", "1"), ("replay", "all", "0"),
+     ("replay", "all", "1")],
+)  # fmt: skip
+def test_a_process_serves_on_and_exits_with_0_whichever_call_fails(
+    phase: str, occurrences: str, lazy: str
+) -> None:
     """A process for each call. By hand: `faults.py PHASE all`, for each occurrence of each call."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ascend_simulated.faults", phase, "first"],
+        [sys.executable, "-m", "tests.ascend_simulated.faults", phase, occurrences],
         capture_output=True, text=True, timeout=590, check=False,
+        env={**os.environ, "CANN_SIM_LAZY": lazy},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(rf"{phase}: \d\d+ failures in \d\d+ calls, 0 not survived", done.stdout)

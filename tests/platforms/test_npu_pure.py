@@ -70,9 +70,16 @@ class Npu:
 class Stream:
     def __init__(self, npu: Npu) -> None:
         self.npu = npu
+        self.idle = False
 
     def wait_event(self, event: "Event") -> None:
         self.npu.say("wait")
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.npu.say("wait for stream")
+
+    def query(self) -> bool:
+        return self.idle
 
 
 class Event:
@@ -231,6 +238,7 @@ def test_an_update_that_fails_is_closed_and_the_next_one_sets_the_flags_left(npu
     npu.log.clear()
     updates.queue({"full": [8]})
     assert npu.log == [
+        "wait for stream",
         "begin t0", "issue t0 [8]", "end",
         "begin t1", "issue t1 [8]", "end", "set t1",
         "record", "wait",
@@ -245,6 +253,31 @@ def test_two_updates_before_one_replay_set_each_flag_once(npu: Npu) -> None:
     updates.replayed()
     updates.queue({"full": [8]})
     assert npu.log.count("set t0") == 2
+
+
+def test_an_update_that_no_replay_followed_keeps_its_graph(npu: Npu) -> None:
+    updates = an_update(npu, "full")
+    assert updates.is_done()
+    updates.queue({"full": [8]})
+    assert not updates.is_done()
+    updates._lane.replay.idle = True
+    assert not updates.is_done()
+    updates._lane.update.idle = True
+    assert updates.is_done()
+
+
+def test_a_replay_whose_end_cannot_be_recorded_is_waited_for_all_the_same(npu: Npu) -> None:
+    updates = an_update(npu, "full")
+    updates.queue({"full": [8]})
+    npu.refuse_at = "record"
+    with pytest.raises(RuntimeError, match="107033"):
+        updates.replayed()
+    assert not updates.is_done()
+    npu.refuse_at = ""
+    npu.log.clear()
+    updates.queue({"full": [3, 8]})
+    assert npu.log[:4] == ["wait for stream", "begin t0", "issue t0 [3, 8]", "end"]
+    assert npu.log.count("set t0") == 1
 
 
 def test_a_graph_without_attention_needs_its_update_all_the_same(npu: Npu) -> None:
