@@ -54,7 +54,8 @@ class PlatformInfo:
         boundaries_persist: boundaries stay valid over replays, so that an unchanged update can
             be skipped (a static buffer); False where every replay needs one (Ascend's task update).
         reference: a platform for checking, not for speed; never chosen beside an accelerator.
-        free_bytes: device memory that is free now; None where the platform cannot say.
+        free_bytes: memory that is free now on the current device; None where the platform cannot
+            say.
         allow_empty: the attention takes empty sequences (spare slots); else every slot needs a row.
         capabilities: further facts, as words: `"collectives"` can be captured; `"poison"` fills
             free memory with NaN; `"mem_pool_eager"` runs eager calls in the graphs' memory;

@@ -437,8 +437,10 @@ class EncoderGraphs:
             return limit
         if free is None:  # refused at construction
             return None
+        device = self.adapter.device
         try:
-            return int(limit * free())
+            with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
+                return int(limit * free())
         except RuntimeError as error:
             log.warning(
                 "%s: free device memory is unknown, no graphs: %s", self.adapter.name, error

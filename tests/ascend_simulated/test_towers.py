@@ -321,6 +321,34 @@ def test_a_tower_lives_on_another_device_than_the_current_one() -> None:
     assert done.stdout.splitlines()[-1:] == ["0 9"], done.stderr[-3000:]
 
 
+def test_a_share_of_free_memory_is_of_the_towers_own_device() -> None:
+    program = """
+        import warnings; warnings.simplefilter("ignore")
+        from dataclasses import replace
+        import torch
+        from graphhal.runner import EncoderGraphs
+        from graphhal.settings import Settings
+        from tests.ascend_simulated.faults import tower_of_this_process
+        asked = []
+        def free_bytes():
+            asked.append(torch.npu.current_device())
+            return 2**30
+        usual = tower_of_this_process("npu:1").graphs
+        info = replace(usual.platform.info, free_bytes=free_bytes)
+        platform = replace(usual.platform, info=info)
+        graphs = EncoderGraphs(usual.adapter, platform, Settings(memory_limit=0.5))
+        graphs.profile_memory()
+        assert not graphs.capture().dropped
+        print(asked, torch.npu.current_device())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "CANN_SIM_DEVICES": "2"},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["[1, 1] 0"], done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.timeout(300)
 def test_the_hardware_script_runs_here(tmp_path: Path) -> None:
     """Nobody has run it on a chip; that it starts and finds agreement is known at least."""
