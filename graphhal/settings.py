@@ -16,6 +16,8 @@ from graphhal.errors import SettingsError
 ENV_PREFIX = "GRAPHHAL_"
 MOST_SIZES = 4096
 """Numbers in one range of sizes, at most: a slip of the pen must not fill the memory."""
+MOST_TOKENS = 2**24
+"""Tokens of one graph, or its chunks: far above what any card holds, and within int32 as rows."""
 
 _UNITS = {
     "": 1,
@@ -111,11 +113,13 @@ def _parse_bytes(value: Any) -> Any:
 
 
 _NAMES = "names, separated by commas, or a JSON list"
-_SIZES = "whole numbers above 0 and ranges (1,2,4 or 1-64), or a JSON list"
+_SIZES = f"whole numbers from 1 to {MOST_TOKENS} and ranges (1,2,4 or 1-64), or a JSON list"
 _BYTES = "bytes (650MiB, 1.5GiB, a whole number) or a fraction of free memory (10%, 0.1)"
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_names)]
 Sizes = Annotated[
-    tuple[Annotated[int, Field(gt=0)], ...], NoDecode, BeforeValidator(_split_numbers)
+    tuple[Annotated[int, Field(gt=0, le=MOST_TOKENS)], ...],
+    NoDecode,
+    BeforeValidator(_split_numbers),
 ]
 
 
@@ -163,7 +167,9 @@ class Settings(BaseSettings):
     block_plugins: Names = Field(default=(), description=_NAMES)
     policy: Policy = Policy.SINGLE
     token_budgets: Annotated[Sizes | None, NoDecode] = Field(default=None, description=_SIZES)
-    max_tokens: int = Field(default=4096, gt=0, description="a whole number above 0")
+    max_tokens: int = Field(
+        default=4096, gt=0, le=MOST_TOKENS, description=f"a whole number from 1 to {MOST_TOKENS}"
+    )
     audio_chunks: Sizes = Field(default=tuple(range(1, 65)), description=_SIZES)
     max_items: int = Field(default=8, gt=0, le=1024, description="a whole number from 1 to 1024")
     max_frames: int = Field(default=64, gt=0, le=4096, description="a whole number from 1 to 4096")
