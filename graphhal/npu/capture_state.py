@@ -41,14 +41,15 @@ def put_back(lane: Lane) -> Iterator[None]:
 @contextmanager
 def capture_options() -> Iterator[None]:
     """ACLNN kernels in plain formats, for the time of a capture."""
-    former = {name: torch_npu._C._npu_getOption(name) for name in OPTIONS}
+    compiles, formats = OPTIONS
+    former = {compiles: "disable" if npu.is_jit_compile_false() else "enable"}  # set or CANN's own
+    if value := torch_npu._C._npu_getOption(formats):
+        former[formats] = value.decode()
     try:
         torch_npu._C._npu_setOption(dict.fromkeys(OPTIONS, "disable"))
         yield
     finally:
-        known = {name: value.decode() for name, value in former.items() if value}
-        if known:
-            torch_npu._C._npu_setOption(known)
+        torch_npu._C._npu_setOption(former)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -313,6 +314,26 @@ def test_capture_turns_off_internal_formats_and_puts_the_setting_back(
     finally:
         torch.npu.config.allow_internal_format = False
         torch.npu.set_compile_mode(jit_compile=False)
+
+
+def test_capture_leaves_what_cann_does_by_itself_where_nobody_set_an_option() -> None:
+    program = """
+        import warnings; warnings.simplefilter("ignore")
+        import ctypes
+        ACL_OP_JIT_COMPILE = 10
+        ctypes.CDLL("libascendcl.so").aclSetCompileopt(ACL_OP_JIT_COMPILE, b"enable")
+        import torch
+        from graphhal.npu.capture_state import capture_options
+        seen = [torch.npu.is_jit_compile_false()]
+        with capture_options():
+            seen.append(torch.npu.is_jit_compile_false())
+        print(*seen, torch.npu.is_jit_compile_false())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["False True False"], done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
