@@ -122,9 +122,10 @@ def encoders_of(
     """
     opted = _opted_in(model)
     if opted is not None:
-        if opted not in settings.vllm_models:
+        name, _ = opted
+        if name not in settings.vllm_models:
             return []
-        return _opt_in_encoders(opted, model, vllm_config, settings)
+        return _opt_in_encoders(name, model, vllm_config, settings)
     config = model.get_encoder_cudagraph_config()
     wrong = misnamed(tuple(config.modalities))
     if wrong is not None:
@@ -242,16 +243,30 @@ def _wrap_vision(
         return None
 
 
-def _opted_in(model: Any) -> str | None:
-    """The opt-in name of a model without the protocol; None for models with it."""
+def _opted_in(model: Any) -> tuple[str, type] | None:
+    """The opt-in name of a model without the protocol, and its class that was read; None for
+    models with the protocol."""
     if hasattr(model, "encoder_cudagraph_forward"):
         return None
     for name, classes in OPT_IN.items():
         for module_name, class_name in classes:
             known = getattr(sys.modules.get(module_name), class_name, None)
             if known is not None and isinstance(model, known):
-                return name
+                return name, known
     return None
+
+
+def _check_thinker(thinker: Any) -> None:
+    """Raise `AdapterError` where graphs would leave out what a thinker does to encode."""
+    changed = compatibility.drifts(touched.QWEN3_OMNI)
+    changed += compatibility.drifts(touched.QWEN3_OMNI, type(thinker).__module__)
+    if changed:
+        raise AdapterError(str(changed[0]))
+    opted = _opted_in(thinker)
+    for step in ("_process_image_input", "_process_video_input", "_process_audio_input"):
+        own = getattr(type(thinker), step, None)
+        if opted is not None and own is not getattr(opted[1], step, None):
+            raise AdapterError(f"{type(thinker).__qualname__}.{step} is not the one that was read")
 
 
 def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings) -> list[Encoder]:
@@ -264,10 +279,7 @@ def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings
         above = () if inner is None else (*above, *_kept(owner, inner))
     if inner is None:
         return []  # another stage of the pipeline: it encodes nothing
-    changed = compatibility.drifts(touched.QWEN3_OMNI)
-    changed += compatibility.drifts(touched.QWEN3_OMNI, type(inner).__module__)
-    if changed:
-        raise AdapterError(str(changed[0]))
+    _check_thinker(inner)
     encoders = []
     vision = enabled_modalities(("image", "video"), vllm_config, settings)
     tower = getattr(inner, "visual", None)

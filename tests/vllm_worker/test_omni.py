@@ -169,6 +169,27 @@ def test_omni_tower_of_another_signature_is_said_in_one_line_and_counted(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("modality", ["image", "video", "audio"])
+def test_omni_thinker_that_is_derived_and_encodes_in_its_own_way_has_no_graphs(
+    engine: Any, runner_class: Any, modality: str, wrapped: bool
+) -> None:
+    outer = whole_thinker(engine)
+    step = f"_process_{modality}_input"
+    own = getattr(type(outer.thinker), step)
+
+    def louder(self: Any, *args: Any) -> tuple[Any, ...]:
+        return tuple(2 * part for part in own(self, *args))
+
+    outer.thinker.__class__ = type("Derived", (type(outer.thinker),), {step: louder})
+    model = outer if wrapped else outer.thinker
+    manager = served(engine, model, runner_class, "qwen3_omni")
+    for _, group in groups_of(outer.thinker):
+        assert manager.execute(group) is None
+    refused = f"Derived.{step} is not the one that was read"
+    assert {why for of in manager.stats()["misses"].values() for why in of} == {refused}
+
+
 def covo_stage(config: Any) -> Any:
     """vLLM-Omni's CoVo-Audio stage 0 around a small Whisper encoder; the text model is left out."""
     import vllm_on_cpu as on_cpu
