@@ -261,7 +261,7 @@ class EncoderGraphExecutor:
         # vLLM's budgets are for vision; audio graphs have sizes of their own.
         budgets = towers.settings_of(self._vllm_config).token_budgets
         audio = settings.model_copy(update={"token_budgets": budgets})
-        peers, group = _ranks(self._vllm_config)
+        peers, group = _ranks(self._vllm_config, model)
         for encoder in found:
             own = audio if encoder.modalities == ("audio",) else settings
             try:
@@ -467,14 +467,19 @@ def _is_first_stage() -> bool:
     return not model_parallel_is_initialized() or bool(get_pp_group().is_first_rank)
 
 
-def _ranks(vllm_config: Any) -> tuple[Peers, Any]:
-    """The tensor-parallel ranks: as peers that decide alike, or as a group that shares items."""
+def _ranks(vllm_config: Any, model: Any) -> tuple[Peers, Any]:
+    """The tensor-parallel ranks: as peers that decide alike, or as a group that shares items.
+
+    A model that does not say that its ranks hold whole towers (`supports_encoder_tp_data`) may have
+    split them whatever the mode: ranks with different items would wait for each other inside.
+    """
     from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return Peers(), None
     multimodal = vllm_config.model_config.multimodal_config
-    if getattr(multimodal, "mm_encoder_tp_mode", None) == "data":
+    whole = getattr(model, "supports_encoder_tp_data", False) is True
+    if whole and getattr(multimodal, "mm_encoder_tp_mode", None) == "data":
         return Peers(), get_tp_group().device_group
     return DistributedPeers(get_tp_group().cpu_group), None
 

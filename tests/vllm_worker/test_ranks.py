@@ -99,3 +99,28 @@ def test_split_weights_replay_or_not_together(ranks: Any) -> None:
     assert max(one["worst"], two["worst"]) < 1e-5
     assert one["graphs"] == two["graphs"] > 0
     assert (one["hits"], one["misses"]) == (two["hits"], two["misses"]) == (4, 2)
+
+
+@pytest.mark.parametrize(("tower", "shares"), [("qwen3_vl", True), ("qwen3_omni", False)])
+def test_only_whole_towers_share_items(
+    engine: Any, tower: str, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thinker's are split over ranks whatever the mode: ranks with different items would wait
+    for each other inside, or mix their rows."""
+    import types
+
+    import vllm_on_cpu as on_cpu
+    from vllm.distributed import parallel_state
+
+    from graphhal.vllm_worker import executor
+
+    two = types.SimpleNamespace(world_size=2, device_group="items", cpu_group="decisions")
+    model = getattr(on_cpu, tower)(engine)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: two)
+    monkeypatch.setattr(executor, "DistributedPeers", lambda group: group)
+    engine.model_config.multimodal_config.mm_encoder_tp_mode = "data"
+    peers, group = executor._ranks(engine, model)
+    assert group == ("items" if shares else None)
+    assert (peers == "decisions") is not shares
+    engine.model_config.multimodal_config.mm_encoder_tp_mode = "weights"
+    assert executor._ranks(engine, model) == ("decisions", None)
