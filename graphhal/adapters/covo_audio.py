@@ -78,6 +78,25 @@ class CovoStage(nn.Module):
         self.audio_adapter = audio_adapter
 
 
+def refuse_length(
+    num_samples: int, most_samples: int, sample_rate: int, item: int | None = None
+) -> None:
+    """Refuse a clip that the window does not hold.
+
+    Raises:
+        InputError: no sample, or more than `most_samples`.
+    """
+    if num_samples > most_samples:
+        raise InputError(
+            f"the clip lasts {num_samples / sample_rate:.4f} s ({num_samples} samples); at "
+            f"most {most_samples / sample_rate:g} s ({most_samples} samples at "
+            f"{sample_rate} Hz) fit, cut it into shorter clips",
+            item,
+        )
+    if num_samples < 1:
+        raise InputError("the clip holds no sample; drop it", item)
+
+
 class CovoAudio(EncoderAdapter):
     """CoVo-Audio's audio encoder; every clip is padded to the encoder's whole window.
 
@@ -139,15 +158,7 @@ class CovoAudio(EncoderAdapter):
                 f"the clip has {sample_rate} samples a second; resample it to {self.sample_rate}",
                 item,
             )
-        if num_samples > self.most_samples:
-            raise InputError(
-                f"the clip lasts {num_samples / sample_rate:.4f} s ({num_samples} samples); at "
-                f"most {self.most_samples / sample_rate:g} s ({self.most_samples} samples at "
-                f"{sample_rate} Hz) fit, cut it into shorter clips",
-                item,
-            )
-        if num_samples < 1:
-            raise InputError("the clip holds no sample; drop it", item)
+        refuse_length(num_samples, self.most_samples, sample_rate, item)
         return self._after_convolutions(num_samples // self.hop)
 
     def _after_convolutions(self, frames: int) -> int:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _VLLM = "vllm.model_executor.models"
 _OMNI = "vllm_omni.model_executor.models"
+_COVO_PIPELINE = "CovoAudioForConditionalGeneration"
 OPT_IN: Mapping[str, tuple[tuple[str, str], ...]] = {
     "qwen3_omni": (
         (f"{_VLLM}.qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"),
@@ -35,7 +36,7 @@ OPT_IN: Mapping[str, tuple[tuple[str, str], ...]] = {
         (f"{_OMNI}.qwen3_omni.qwen3_omni", "Qwen3OmniMoeForConditionalGeneration"),
     ),
     "covo_audio": (
-        (f"{_OMNI}.covo_audio.covo_audio", "CovoAudioForConditionalGeneration"),
+        (f"{_OMNI}.covo_audio.covo_audio", _COVO_PIPELINE),
         (f"{_OMNI}.covo_audio.covo_audio_llm", "CovoAudioLLMForConditionalGeneration"),
     ),
 }
@@ -97,6 +98,10 @@ def admit(vllm_config: Any) -> None:
             model_class = getattr(module, class_name, None)
             if model_class is not None:
                 _declare(model_class)
+            if module is not None and class_name == _COVO_PIPELINE:
+                from graphhal.vllm_worker.covo_processor import refuse_long_clips
+
+                refuse_long_clips(module)
 
 
 def _declare(model_class: type) -> None:

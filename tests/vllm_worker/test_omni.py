@@ -295,3 +295,83 @@ def test_omni_covo_counts_outside_a_clip_are_named_by_the_runner(
     wrong = next(item for item, count in enumerate(counts) if not 0 <= count <= 12)
     with pytest.raises(ValueError, match=rf"^item {wrong}: audio_num_tokens is {counts[wrong]};"):
         on_cpu.run_v1(stage, engine, manager, [("audio", clips(stage, counts))], runner_class)
+
+
+def covo_processor() -> Any:
+    """vLLM-Omni's processor, without a model folder."""
+    import types
+
+    from vllm_omni.model_executor.models.covo_audio import covo_audio
+
+    info = covo_audio.CovoAudioProcessingInfo.__new__(covo_audio.CovoAudioProcessingInfo)
+    info.get_tokenizer = lambda: types.SimpleNamespace(encode=lambda prompt: [1])
+    made = covo_audio.CovoAudioMultiModalProcessor.__new__(covo_audio.CovoAudioMultiModalProcessor)
+    made.info = info
+    return made
+
+
+@pytest.fixture
+def own_processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class, put back as it was afterwards."""
+    from vllm_omni.model_executor.models.covo_audio import covo_audio
+
+    own = covo_audio.CovoAudioMultiModalProcessor._call_hf_processor
+    own = getattr(own, "__wrapped__", own)
+    monkeypatch.setattr(covo_audio.CovoAudioMultiModalProcessor, "_call_hf_processor", own)
+    return covo_audio.CovoAudioMultiModalProcessor
+
+
+def tokens_of(*samples: int) -> list[int]:
+    import numpy as np
+
+    clips = [np.zeros(n, np.float32) for n in samples]
+    made = covo_processor()._call_hf_processor("hello", {"audios": clips}, {}, {})
+    counts: list[int] = made["audio_num_tokens"].tolist()
+    return counts
+
+
+def test_omni_covo_processor_refuses_clips_that_do_not_fit(
+    engine: Any, runner_class: Any, own_processor: Any
+) -> None:
+    """Left alone it drops the end in silence, and later announces 189 tokens of 188."""
+    from graphhal.errors import InputError
+    from graphhal.vllm_worker import towers
+
+    assert tokens_of(480_001, 481_600) == [188, 189]
+    engine.additional_config["graphhal"]["vllm_models"] = "covo_audio"
+    for _ in range(2):
+        towers.admit(engine)
+    assert tokens_of(480_000, 16_000) == [188, 7]
+    with pytest.raises(InputError, match=r"item 1.*30\.0001 s \(480001 samples\).*480000 samples"):
+        tokens_of(16_000, 480_001)
+    with pytest.raises(ValueError, match="no sample"):
+        tokens_of(0)
+    empty = covo_processor()._call_hf_processor("hello", {}, {}, {})
+    assert "audio_num_tokens" not in empty
+
+
+def test_omni_covo_processor_is_left_alone_without_opt_in(engine: Any, own_processor: Any) -> None:
+    from graphhal.vllm_worker import towers
+
+    before = own_processor._call_hf_processor
+    engine.additional_config["graphhal"]["vllm_models"] = "qwen3_omni"
+    towers.admit(engine)
+    assert own_processor._call_hf_processor is before
+
+
+def test_omni_covo_processor_that_has_changed_is_left_alone_loudly(
+    engine: Any, own_processor: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import towers
+
+    def changed(self: Any, mm_items: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(own_processor, "_call_hf_processor", changed)
+    engine.additional_config["graphhal"]["vllm_models"] = "covo_audio"
+    with on_cpu.log_of("graphhal.vllm_worker.covo_processor", caplog):
+        towers.admit(engine)
+    assert own_processor._call_hf_processor is changed
+    assert "was expected to take self, prompt, mm_data, found self, mm_items" in caplog.text
