@@ -1,7 +1,7 @@
 """The captured graphs of one adapter: one pool, shared arenas, largest first."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int, GraphKey], None]
 """Called with (graphs done, graphs in all, key) after each graph."""
 
+SHOWN = 6
+"""Graphs that one line names."""
 
 Stage = Callable[
     [Capacity, Layout, Mapping[str, torch.Tensor], torch.Tensor], Mapping[str, Boundaries]
@@ -65,6 +67,15 @@ class CaptureReport:
     seconds: float = 0.0
     self_check_seconds: float = 0.0
     num_bytes: int = 0
+
+    def dropped_lines(self) -> Iterator[str]:
+        """A line for each reason: how many graphs, the first of them, why."""
+        keys: dict[str, list[str]] = {}
+        for line in self.dropped:
+            keys.setdefault(line.reason, []).append(str(line.key))
+        for reason, names in keys.items():
+            shown = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+            yield f"graphs that are not used: {len(names)} ({shown}): {reason}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -255,9 +266,8 @@ class GraphSet:
             return CaptureError(f"{type(error).__name__}: {error}")
         entry = Entry(capacity, layout, graph, writes_packed)
         if limit_bytes is not None and self.num_bytes + graph.num_bytes > limit_bytes:
-            needed = self.num_bytes + graph.num_bytes
             self._platform.release([graph])
-            return CaptureError(f"memory_limit: {needed} bytes needed, {limit_bytes} allowed")
+            return CaptureError(f"memory_limit: it would take more than {limit_bytes} bytes")
         self._pool = graph.pool
         self.entries[capacity.key] = entry
         report.captured.append(Captured(capacity.key, graph.num_bytes, perf_counter() - started))

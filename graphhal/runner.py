@@ -131,8 +131,8 @@ class EncoderGraphs:
             except BaseException:
                 self.clear()  # half a ladder, unchecked, must not serve
                 raise
-            for dropped in self.report.dropped:
-                log.warning("graph %s is not used: %s", dropped.key, dropped.reason)
+            for line in self.report.dropped_lines():
+                log.warning("%s: %s", self.adapter.name, line)
             self.report.num_bytes = self._graphs.num_bytes
             self._plan_with_graphs()
             return self.report

@@ -109,10 +109,21 @@ def test_a_limit_drops_the_largest_and_names_them(caplog):
     assert sizes(report.dropped) == [32]
     assert report.dropped[0].reason.startswith("memory_limit: ")
     assert str(limit) in report.dropped[0].reason
-    assert "toy/image[32] is not used: memory_limit" in caplog.text
+    assert "graphs that are not used: 1 (toy/image[32]): memory_limit" in caplog.text
     assert report.num_bytes == limit
     assert plugin.live == 3
     assert_still_serves(graphs)
+
+
+def test_graphs_that_are_dropped_alike_take_one_line(caplog):
+    plugin = PlainPlugin(graph_bytes=lambda size: size * KIB)
+    graphs = graphs_on(plugin, memory_limit=1)
+    with caplog.at_level(logging.WARNING):
+        report = graphs.capture()
+    assert len(report.dropped) > 1
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"not used: {len(report.dropped)} (toy/image[32], toy/image[16]," in line
+    assert line.endswith("): memory_limit: it would take more than 1 bytes")
 
 
 def test_a_graph_too_large_between_smaller_ones_is_left_out():

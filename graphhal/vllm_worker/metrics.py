@@ -182,21 +182,16 @@ class Reporter:
         """The start-up summary."""
         self._prometheus.held(stats["graph_count"], stats["graph_bytes"])
         log.info(
-            "graphhal: %s: %d encoder graphs (%s) in %.1f s and %.1f s of self-check, %.0f MiB",
+            "graphhal: %s: %d encoder graphs (%s) in %.1f s and %.1f s of self-check, %.0f MiB, "
+            "%d dropped",
             self.model,
             stats["graph_count"],
             ", ".join(stats["modalities"]) or "no modality",
             stats["capture_seconds"],
             stats["self_check_seconds"],
             stats["graph_bytes"] / 2**20,
+            len(stats["dropped"]),
         )
-        dropped: Counter[str] = Counter(reason for _, reason in stats["dropped"])
-        for reason, count in dropped.items():
-            names = [name for name, why in stats["dropped"] if why == reason]
-            shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-            log.warning(
-                "graphhal: %s: %d graphs dropped (%s): %s", self.model, count, shown, reason
-            )
         self._write(stats)
 
     def released(self) -> None:
