@@ -187,10 +187,15 @@ class GraphSet:
         Integers become zero: an index out of range would end the process instead of the check.
         """
         request = entry.graph.request
-        for tensor in (*request.inputs.values(), request.output):
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
-        if entry.graph.poison is not None:
-            entry.graph.poison()
+        with self.reference_step(request.inputs):
+            for tensor in (*request.inputs.values(), request.output):
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+            if entry.graph.poison is not None:
+                entry.graph.poison()
+
+    def reference_step(self, inputs: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
+        """A step of the platform for work at start-up: it sees a failure at once."""
+        return self._platform.step("reference", None, inputs, {}) or nullcontext()
 
     def drop(self, key: GraphKey) -> None:
         """Release one graph; its inputs run in a larger graph, or eagerly."""
@@ -251,10 +256,10 @@ class GraphSet:
         started = perf_counter()
         try:
             request = self._request(capacity, layout, arena, stage)
-            with self._reference_step(request.inputs):
+            with self.reference_step(request.inputs):
                 staged = request.packed.clone()
             graph = self._platform.capture(request)
-            with self._reference_step(request.inputs):
+            with self.reference_step(request.inputs):
                 writes_packed = not torch.equal(request.packed, staged)
         except CaptureError as error:
             log.debug("%s: capture failed", capacity.key, exc_info=True)
@@ -309,19 +314,16 @@ class GraphSet:
         return None
 
     def _allocate(self, planned: Sequence[tuple[Capacity, Layout]], output: torch.Tensor) -> Arena:
-        """The arenas, filled with zeros in a step of the platform: it sees a failure at once."""
+        """The arenas, filled with zeros."""
         device, tokens = self._adapter.device, max(capacity.tokens for capacity, _ in planned)
         there = {"device": torch.empty(0, device=device)}  # which one, for the platform
-        with self._reference_step(there):
+        with self.reference_step(there):
             return Arena(
                 device,
                 max(layout.bulk_bytes for _, layout in planned),
                 max(layout.packed_bytes for _, layout in planned),
                 torch.zeros((tokens, output.shape[1]), dtype=output.dtype, device=device),
             )
-
-    def _reference_step(self, inputs: Mapping[str, torch.Tensor]) -> AbstractContextManager[object]:
-        return self._platform.step("reference", None, inputs, {}) or nullcontext()
 
     def _request(
         self,

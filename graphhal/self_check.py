@@ -171,13 +171,14 @@ def _compare(
             eager[key] = reference.filled()
         graphs.poison(entry)
         execution.replay(request, execution.prepare(entry, items, starts), group)
+        with graphs.reference_step(entry.graph.request.inputs):
+            found = Difference.between(group.filled(), eager[key])
     except OuterCaptureError:
         return "self-check: another capture is running on this stream"
     except Exception as error:
         # Whatever a plugin or an adapter raises costs this graph, never the start-up.
         log.debug("%s: self-check failed", entry.capacity.key, exc_info=True)
         return f"self-check: {type(error).__name__}: {error}"
-    found = Difference.between(group.filled(), eager[key])
     allowed = TOLERANCE.get(eager[key].dtype, 2e-2) if tolerance is None else tolerance
     if not found.exceeds(allowed):
         return None

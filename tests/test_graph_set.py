@@ -10,6 +10,7 @@ from graphhal import graph_set
 from graphhal.arena import Arena
 from graphhal.errors import CaptureError, HostReadError, ResourceExhaustedError, SettingsError
 from graphhal.graph_set import GraphSet
+from graphhal.peers import Peers
 from graphhal.plan import GraphKey
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
@@ -322,7 +323,8 @@ def test_poison_reaches_floats_and_the_pool_and_zeroes_integers():
         request=SimpleNamespace(inputs=inputs, output=torch.zeros(2, 2)),
         poison=lambda: poisoned.append(True),
     )
-    GraphSet.poison(object.__new__(GraphSet), SimpleNamespace(graph=graph))
+    graphs = GraphSet(ToyEncoder(), plain_platform(), Settings(), Peers())
+    graphs.poison(SimpleNamespace(graph=graph))
     assert inputs["a"].isnan().all()
     assert inputs["b"].isnan().all()
     assert graph.request.output.isnan().all()

@@ -215,9 +215,10 @@ def test_eager_references_are_shared_between_graphs():
     plugin = PlainPlugin()
     captured(plugin)
     eager = sum(1 for name, kind in plugin.calls if (name, kind) == ("step", "reference"))
+    replays = plugin.count("replay")
     # More for the output's width, for the buffers, for the example of each capture, and for its
-    # packed inputs before and after.
-    assert eager - 2 - 3 * len(BUDGETS) == plugin.count("replay") - 2
+    # packed inputs before and after; of each replay for poison before, and for the comparison.
+    assert eager - 2 - 3 * len(BUDGETS) - 2 * replays == replays - 2
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,17 @@ def test_an_eager_reference_that_fails_drops_the_graph_not_the_server():
 
     graphs = captured(PlainPlugin(), Fragile(budgets=BUDGETS))
     assert dropped(graphs) == [16]
+
+
+def test_a_comparison_that_fails_drops_the_graph_not_the_server(monkeypatch):
+    def lost(*_: object) -> Difference:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(Difference, "between", lost)
+    graphs = captured(PlainPlugin(), self_check="quick")
+    assert dropped(graphs) == list(BUDGETS)
+    reasons = {line.reason for line in graphs.report.dropped}
+    assert reasons == {"self-check: RuntimeError: the device is lost"}
 
 
 def test_a_graph_that_was_dropped_is_not_tried_again():

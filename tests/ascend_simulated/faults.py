@@ -36,7 +36,7 @@ def tower_of_this_process(device: str = "npu:0") -> Twins:
     """A small tower; opens the device."""
     info = plugin.graphhal_probe()
     assert isinstance(info, PlatformInfo), info
-    settings = Settings(self_check="off", max_items=3)
+    settings = Settings(self_check="quick", max_items=3)
     return toy_twins(bind(plugin, info, "npu"), settings, device=device, budgets=(8,))
 
 
