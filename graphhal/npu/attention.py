@@ -113,10 +113,11 @@ def attention(
         bounds = _read_back(cu_seqlens, query.shape[0])
     else:
         bounds = serving.boundaries[name]
-    if bounds.rows != query.shape[0]:
+    rows = (query.shape[0], key.shape[0], value.shape[0])
+    if any(count != bounds.rows for count in rows):
         raise BoundariesError(
-            f"{name or 'cu_seqlens'} covers {bounds.rows} rows, attention has {query.shape[0]}; "
-            "every row, padding included, needs a sequence"
+            f"{name or 'cu_seqlens'} covers {bounds.rows} rows; queries, keys and values have "
+            f"{', '.join(map(str, rows))}; every row, padding included, needs a sequence"
         )
     width = value.shape[2]
     padded = _padded_dim(max(query.shape[2], width))

@@ -316,9 +316,23 @@ def test_boundaries_that_do_not_cover_the_rows_are_refused(npu: Npu) -> None:
     rows = torch.zeros(9, 2, 16)
     with (
         module.serve(found),
-        pytest.raises(BoundariesError, match=r"^cu_seqlens covers 8 rows, attention has 9"),
+        pytest.raises(BoundariesError, match=r"^cu_seqlens covers 8 rows; .* have 9, 9, 9"),
     ):
         module.attention(rows, rows, rows, ends, 8, 1.0)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(6, 6), (8, 12)])
+def test_keys_and_values_of_other_lengths_than_queries_are_refused(
+    npu: Npu, keys: int, values: int
+) -> None:
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    module, found = serving(npu, cu_seqlens=ends)
+    tensors = [torch.zeros(rows, 2, 16) for rows in (8, keys, values)]
+    with (
+        module.serve(found),
+        pytest.raises(BoundariesError, match=rf"queries, keys and values have 8, {keys}, {values}"),
+    ):
+        module.attention(*tensors, ends, 8, 1.0)
 
 
 @pytest.mark.parametrize(("dim", "padded"), [(16, 64), (64, 64), (72, 128), (80, 128), (129, 192)])
