@@ -55,7 +55,7 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
     problem = soc_problem(soc) or runtime_problem(ctypes.CDLL(RUNTIME_LIBRARY))
     if problem is None and not hasattr(npu, "graph_task_update_begin"):
         problem = (
-            f"torch_npu {torch_npu.__version__} has no graph task update; install 2.10 or newer"
+            f"torch_npu {torch_npu.__version__} has no graph task update; install 2.11 or newer"
         )
     if problem is not None:
         return Unavailable(problem)
