@@ -17,7 +17,7 @@ import torch
 
 from graphhal.boundaries import Boundaries
 from graphhal.npu import attention
-from graphhal.npu.fused_attention import VERSIONS
+from graphhal.npu.fused_attention import VERSIONS, FusedAttention
 from graphhal.plan import GraphKey
 from graphhal.platform import CaptureRequest, Platform
 from tests.ascend_simulated import simulator
@@ -289,6 +289,36 @@ def test_a_graphs_memory_does_not_grow_with_its_layers(
     few = bytes_with(2)
     assert few > 0
     assert bytes_with(8) <= 1.5 * few
+
+
+def test_layers_share_a_workspace_only_where_their_shapes_agree(
+    platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sized for a shape: of another layer's size, a kernel would write past its end."""
+    ends, heads = Boundaries((3, 8)), (2, 4, 2)
+    packed = torch.from_numpy(ends.cu_seqlens.copy()).to(device).view(torch.uint8)
+    cu_seqlens, out = packed.view(torch.int32), torch.zeros(8, 4, 64, device=device)
+    layers = [torch.zeros(8, number, 64, device=device) for number in heads]
+    sized: list[int] = []
+    usual = FusedAttention.workspace
+
+    def workspace(operator: Any, arguments: Any, at: list[int]) -> torch.Tensor:
+        sized.append(arguments["query"].shape[1])
+        return usual(operator, arguments, at)
+
+    def forward() -> None:
+        for rows in layers:
+            mixed = platform.info.attention(rows, rows, rows, cu_seqlens, 5, 0.25)
+            out[:, : mixed.shape[1]].copy_(mixed)
+
+    monkeypatch.setattr(FusedAttention, "workspace", workspace)
+    inputs = {"cu_seqlens": cu_seqlens, **{f"rows{n}": rows for n, rows in enumerate(layers)}}
+    key, given = GraphKey("layers", "image", 8), {"cu_seqlens": ends}
+    graph = platform.capture(
+        CaptureRequest(key, forward, inputs, packed, out, given, 1, None, device)
+    )
+    platform.release([graph])
+    assert sized == [2, 4]
 
 
 def test_a_tower_lives_on_another_device_than_the_current_one() -> None:
