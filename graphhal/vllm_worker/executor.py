@@ -4,16 +4,14 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from graphhal.data_parallel import DataParallelEncoder
 from graphhal.discovery import open_platform
 from graphhal.errors import (
     AdapterError,
@@ -23,7 +21,6 @@ from graphhal.errors import (
     SettingsError,
 )
 from graphhal.peers import DistributedPeers, Peers
-from graphhal.plan import MissReason
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
@@ -32,7 +29,7 @@ from graphhal.vllm_worker.limits import merged, most_tokens
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
 from graphhal.vllm_worker.refusals import KNOWN_MODALITIES, engine_refusal, request_refusal
-from graphhal.vllm_worker.towers import Combine, Encoder
+from graphhal.vllm_worker.served_encoder import ServedEncoder
 
 log = logging.getLogger(__name__)
 
@@ -97,89 +94,6 @@ def report() -> list[dict[str, Any]]:
     return [executor.stats() for executor in _alive]
 
 
-class _Served:
-    """One encoder of the model and its graphs, by path."""
-
-    def __init__(
-        self, encoder: Encoder, platform: Platform, settings: Settings, peers: Peers, group: Any
-    ) -> None:
-        self.encoder = encoder
-        self.graphs = {
-            path: EncoderGraphs(adapter, platform, settings, peers)
-            for path, adapter in encoder.adapters.items()
-        }
-        self._shared = (
-            None
-            if group is None
-            else {path: DataParallelEncoder(g, group) for path, g in self.graphs.items()}
-        )
-
-    def encode(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
-        """By replay; None where any item must run eagerly. Over several ranks always encodes."""
-        combine = self.encoder.combine
-        if self._shared is not None:
-            made = {path: shared.run(mm_kwargs) for path, shared in self._shared.items()}
-            if combine is None:
-                return next(iter(made.values()))
-            return self._combined(combine, made, mm_kwargs)
-        if combine is None:
-            return next(iter(self.graphs.values())).try_replay(mm_kwargs)
-        return self._replay_paths(combine, mm_kwargs)
-
-    def _replay_paths(
-        self, combine: Combine, mm_kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor] | None:
-        """All paths or none; an item counts once, however many of them it takes."""
-        items = {path: g.adapter.item_specs(mm_kwargs) for path, g in self.graphs.items()}
-        most = max(items, key=lambda path: len(items[path]))
-        statistics = self.graphs[most].statistics
-        made: dict[str, list[torch.Tensor]] = {}
-        reasons = (graphs.miss_reason(items[path]) for path, graphs in self.graphs.items())
-        reason = next((each for each in reasons if each is not None), None)
-        for path, graphs in self.graphs.items():
-            outputs = reason or graphs.replay_items(mm_kwargs, items[path])
-            if isinstance(outputs, MissReason):
-                statistics.count_misses(items[most], outputs)
-                return None
-            made[path] = outputs
-        try:
-            joined = self._combined(combine, made, mm_kwargs)
-        except Exception:  # the model's own code: eager is another part of it
-            log.debug("%s: its paths cannot be put together", self.encoder.name, exc_info=True)
-            statistics.count_misses(items[most], MissReason.REFUSED)
-            return None
-        statistics.count_hits(items[most])
-        return joined
-
-    def _combined(
-        self,
-        combine: Combine,
-        made: Mapping[str, list[torch.Tensor]],
-        mm_kwargs: Mapping[str, Any],
-    ) -> list[torch.Tensor]:
-        """The items' outputs, by the model's own code, from what its paths made."""
-        joined = {path: _joined(parts) for path, parts in made.items() if parts}
-        specs = self._any_adapter().model.get_encoder_cudagraph_item_specs(mm_kwargs)
-        return combine(joined, [spec.output_tokens for spec in specs], mm_kwargs)
-
-    def _any_adapter(self) -> Any:
-        return next(iter(self.encoder.adapters.values()))
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts one after another: the tensor they are consecutive views of, where they are."""
-    base = parts[0]._base
-    rows = sum(len(part) for part in parts)
-    if base is not None and base.dim() == 2 and len(base) == rows:
-        starts = accumulate((len(part) for part in parts), initial=0)
-        if all(
-            part._base is base and part.storage_offset() == start * base.stride(0)
-            for part, start in zip(parts, starts, strict=False)
-        ):
-            return base
-    return torch.cat(list(parts))
-
-
 class EncoderGraphExecutor:
     """Has the methods that vLLM's runners call on a manager, over graphhal's engine.
 
@@ -213,7 +127,7 @@ class EncoderGraphExecutor:
         self._limit: int | None = None
         self._taken = memory.Taken(0, None)
         self._misses: dict[tuple[str, str], int] = {}
-        self._served: list[_Served] = []
+        self._served: list[ServedEncoder] = []
         self.refusal = (
             "no platform"
             if platform is None
@@ -265,7 +179,7 @@ class EncoderGraphExecutor:
         for encoder in found:
             own = audio if encoder.modalities == ("audio",) else settings
             try:
-                served = _Served(encoder, platform, own, peers, group)
+                served = ServedEncoder(encoder, platform, own, peers, group)
                 with _vllm_context(
                     self._vllm_config
                 ):  # its own code may be asked for the first time
@@ -336,7 +250,7 @@ class EncoderGraphExecutor:
             self._count(mm_kwargs, "inputs that the adapter does not know")
             return None
 
-    def _find(self, mm_kwargs: Mapping[str, Any]) -> _Served | None:
+    def _find(self, mm_kwargs: Mapping[str, Any]) -> ServedEncoder | None:
         """The encoder of all of a group: whatever else it holds would be left out."""
         sound, sight = (
             any(mm_kwargs.get(key) is not None for key in keys) for keys in (AUDIO_KEYS, SIGHT_KEYS)
