@@ -17,32 +17,7 @@ from tests.ascend_simulated import simulator
 from tests.vllm_worker import vllm_on_cpu
 
 DEVICE = "npu:0"
-CLIP_TOKENS = 12
-
 Groups = list[tuple[str, dict[str, Any]]]
-
-
-def covo_audio(config: Any) -> Any:
-    """vLLM-Omni's CoVo-Audio around a small Whisper encoder; the text model is left out."""
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperEncoder
-    from vllm_omni.model_executor.models.covo_audio import covo_audio_llm
-
-    whisper = WhisperConfig(
-        d_model=32,
-        encoder_layers=2,
-        encoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        num_mel_bins=16,
-        max_source_positions=8 * CLIP_TOKENS,
-    )
-    whole = covo_audio_llm.CovoAudioLLMForConditionalGeneration
-    model = whole.__new__(whole)
-    torch.nn.Module.__init__(model)
-    model.encoder = vllm_on_cpu.filled(WhisperEncoder(whisper))
-    model.audio_adapter = vllm_on_cpu.filled(covo_audio_llm.AudioAdapter(32, 24, 8), seed=1)
-    model.vllm_config = config
-    return model
 
 
 def omni_thinker(config: Any) -> Any:
@@ -117,7 +92,7 @@ CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
         [pictures, films, sound],
         {"vllm_models": ["qwen3_omni"], "audio_chunks": "1-4"},
     ),
-    "vLLM-Omni's CoVo-Audio": (covo_audio, [clips], {"vllm_models": ["covo_audio"]}),
+    "vLLM-Omni's CoVo-Audio": (vllm_on_cpu.covo_stage, [clips], {"vllm_models": ["covo_audio"]}),
 }
 
 

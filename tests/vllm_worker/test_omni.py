@@ -190,30 +190,6 @@ def test_omni_thinker_that_is_derived_and_encodes_in_its_own_way_has_no_graphs(
     assert {why for of in manager.stats()["misses"].values() for why in of} == {refused}
 
 
-def covo_stage(config: Any) -> Any:
-    """vLLM-Omni's CoVo-Audio stage 0 around a small Whisper encoder; the text model is left out."""
-    import vllm_on_cpu as on_cpu
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperEncoder
-    from vllm_omni.model_executor.models.covo_audio import covo_audio_llm
-
-    whisper = WhisperConfig(
-        d_model=32,
-        encoder_layers=2,
-        encoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        num_mel_bins=16,
-        max_source_positions=96,
-    )
-    model_class = covo_audio_llm.CovoAudioLLMForConditionalGeneration
-    model = model_class.__new__(model_class)
-    torch.nn.Module.__init__(model)
-    model.encoder = on_cpu.filled(WhisperEncoder(whisper))
-    model.audio_adapter = on_cpu.filled(covo_audio_llm.AudioAdapter(32, 24, 8), seed=1)
-    model.vllm_config = config
-    return model
-
-
 def whole_covo(stage: Any) -> Any:
     name = "CovoAudioForConditionalGeneration"
     return pipeline("covo_audio.covo_audio", name, "fused_thinker_talker", stage)
@@ -221,7 +197,9 @@ def whole_covo(stage: Any) -> Any:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_omni_covo_audio_is_replayed(engine: Any, runner_class: Any, wrapped: bool) -> None:
-    stage = model = covo_stage(engine)
+    import vllm_on_cpu as on_cpu
+
+    stage = model = on_cpu.covo_stage(engine)
     if wrapped:
         model = whole_covo(stage)
     manager = served(engine, model, runner_class, "covo_audio")
@@ -252,12 +230,12 @@ def test_omni_covo_module_that_is_replaced_is_noticed(
 ) -> None:
     import vllm_on_cpu as on_cpu
 
-    stage = covo_stage(engine)
+    stage = on_cpu.covo_stage(engine)
     whole = whole_covo(stage)
     manager = served(engine, whole, runner_class, "covo_audio")
     group = clips(stage, [5, 12])
     assert manager.execute(group) is not None
-    other = on_cpu.filled(covo_stage(engine), seed=9)
+    other = on_cpu.filled(on_cpu.covo_stage(engine), seed=9)
     if name == "fused_thinker_talker":
         whole.fused_thinker_talker = other
     else:
@@ -269,7 +247,9 @@ def test_omni_covo_module_that_is_replaced_is_noticed(
 def test_omni_covo_that_does_more_than_was_read_has_no_graphs(
     engine: Any, runner_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = covo_stage(engine)
+    import vllm_on_cpu as on_cpu
+
+    stage = on_cpu.covo_stage(engine)
     own = type(stage).embed_multimodal
 
     def louder(self: Any, **kwargs: Any) -> list[Any]:
@@ -290,7 +270,7 @@ def test_omni_covo_counts_outside_a_clip_are_named_by_the_runner(
     """vLLM-Omni's own code would cut tokens off in silence."""
     import vllm_on_cpu as on_cpu
 
-    stage = covo_stage(engine)
+    stage = on_cpu.covo_stage(engine)
     manager = served(engine, stage, runner_class, "covo_audio")
     wrong = next(item for item, count in enumerate(counts) if not 0 <= count <= 12)
     with pytest.raises(ValueError, match=rf"^item {wrong}: audio_num_tokens is {counts[wrong]};"):

@@ -380,3 +380,27 @@ def peer_manager(config: Any, model: Any, monkeypatch: Any) -> Any:
         for metadata in graphs.values():
             metadata.graph.bind(model, metadata)
     return manager
+
+
+def covo_stage(config: Any) -> Any:
+    """vLLM-Omni's CoVo-Audio stage 0 around a small Whisper encoder, twelve tokens a clip; the text
+    model is left out."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+    from vllm_omni.model_executor.models.covo_audio import covo_audio_llm
+
+    whisper = WhisperConfig(
+        d_model=32,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        num_mel_bins=16,
+        max_source_positions=96,
+    )
+    model_class = covo_audio_llm.CovoAudioLLMForConditionalGeneration
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    model.encoder = filled(WhisperEncoder(whisper))
+    model.audio_adapter = filled(covo_audio_llm.AudioAdapter(32, 24, 8), seed=1)
+    model.vllm_config = config
+    return model
