@@ -12,7 +12,7 @@ from graphhal.execution import Execution, PreparedReplay
 from graphhal.graph_set import Entry
 from graphhal.items import ItemSpec
 from graphhal.outputs import token_starts
-from graphhal.plan import Eager, GraphKey, Planner
+from graphhal.plan import Eager, GraphKey, MissReason, Planner
 
 PREPARED_BYTES = 64 * 2**20
 """Host bytes of packed blocks that are kept for groups whose sizes come again."""
@@ -38,6 +38,10 @@ class GroupPlan:
     steps: tuple[PreparedReplay | Eager, ...]
     num_bytes: int
     refusals: _Refusals
+
+    def miss_reason(self) -> MissReason | None:
+        """Why any of the items runs eagerly; None where all are replayed."""
+        return next((step.reason for step in self.steps if isinstance(step, Eager)), None)
 
 
 class GroupPlans:

@@ -173,8 +173,7 @@ class EncoderGraphs:
     def miss_reason(self, items: tuple[ItemSpec, ...]) -> MissReason | None:
         """Why the plan of these items runs any of them eagerly; None where it replays all."""
         with self._lock:
-            steps = self._plans.of(items).steps if items else ()
-            return next((step.reason for step in steps if isinstance(step, Eager)), None)
+            return self._plans.of(items).miss_reason() if items else None
 
     def replay_items(
         self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...]
@@ -185,9 +184,9 @@ class EncoderGraphs:
             return []
         with self._lock:
             group = self._plans.of(items)
-            for step in group.steps:
-                if isinstance(step, Eager):
-                    return step.reason
+            reason = group.miss_reason()
+            if reason is not None:
+                return reason
             output = GroupOutput(group.starts[-1])
             for step in group.steps:
                 if isinstance(step, PreparedReplay):

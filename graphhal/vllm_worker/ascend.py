@@ -26,6 +26,7 @@ from graphhal.vllm_worker.limits import merged
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
 from graphhal.vllm_worker.protocol_buffers import BOUNDS
+from graphhal.vllm_worker.refusals import own_code_fails
 from graphhal.vllm_worker.touched import spelled
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def _refusal(
     except SettingsError:
         raise
     except Exception as error:  # noqa: BLE001  (the model's own code)
-        return f"its own code for graphs fails: {error!r}"
+        return own_code_fails(error)
     if any(_keeps_ends(a) for encoder in found for a in encoder.adapters.values()):
         return "its boundaries are known on the device only; graphhal has no adapter of its own"
     return None

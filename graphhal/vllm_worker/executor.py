@@ -28,7 +28,12 @@ from graphhal.vllm_worker import compatibility, memory, touched, towers
 from graphhal.vllm_worker.limits import merged, most_tokens
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
-from graphhal.vllm_worker.refusals import KNOWN_MODALITIES, engine_refusal, request_refusal
+from graphhal.vllm_worker.refusals import (
+    KNOWN_MODALITIES,
+    engine_refusal,
+    own_code_fails,
+    request_refusal,
+)
 from graphhal.vllm_worker.served_encoder import ServedEncoder
 
 log = logging.getLogger(__name__)
@@ -160,7 +165,7 @@ class EncoderGraphExecutor:
             log.warning("graphhal: %s runs eagerly: %s", self.name, error)
             return
         except Exception as error:  # the model's own code
-            self.refusal = f"its own code for graphs fails: {error!r}"
+            self.refusal = own_code_fails(error)
             log.warning("graphhal: %s runs eagerly: %s", self.name, self.refusal, exc_info=True)
             return
         if not found:
@@ -180,16 +185,15 @@ class EncoderGraphExecutor:
             own = audio if encoder.modalities == ("audio",) else settings
             try:
                 served = ServedEncoder(encoder, platform, own, peers, group)
-                with _vllm_context(
-                    self._vllm_config
-                ):  # its own code may be asked for the first time
+                # The model's own code may be asked for the first time.
+                with _vllm_context(self._vllm_config):
                     for graphs in served.graphs.values():
                         graphs.ladder()
                 self._served.append(served)
             except GraphhalError as error:
                 log.warning("graphhal: %s runs eagerly: %s", encoder.name, error)
             except Exception as error:  # the model's own code
-                problem = f"its own code for graphs fails: {error!r}"
+                problem = own_code_fails(error)
                 log.warning("graphhal: %s runs eagerly: %s", encoder.name, problem, exc_info=True)
                 if len(found) == 1:
                     self.refusal = problem  # its groups are counted under it

@@ -38,6 +38,9 @@ WINDOWS = "cu_window_seqlens"
 PACKED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_FA")
 """Attention of vLLM that reads boundaries as row numbers."""
 
+MODALITY_OF = {pixels: modality for modality, (pixels, _) in KEYS.items()}
+"""Of the key that carries pixels."""
+
 Arrays = tuple[npt.NDArray[Any], ...]
 
 
@@ -110,9 +113,7 @@ class VllmQwenVision(Qwen3OmniVision):
 
     def output_order(self, mm_kwargs: Mapping[str, Any]) -> Iterable[str]:
         """As in vLLM's models: that of the request's keys."""
-        order = list(mm_kwargs)
-        pixels = {modality: keys[0] for modality, keys in KEYS.items() if keys[0] in mm_kwargs}
-        return sorted(pixels, key=lambda modality: order.index(pixels[modality]))
+        return [MODALITY_OF[key] for key in mm_kwargs if key in MODALITY_OF]
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Pictures with more places on a side than the rotary table has rows."""

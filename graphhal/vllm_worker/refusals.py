@@ -74,6 +74,11 @@ def misnamed(names: tuple[str, ...]) -> str | None:
     return None
 
 
+def own_code_fails(error: Exception) -> str:
+    """Why a model whose own code for graphs raised this runs eagerly."""
+    return f"its own code for graphs fails: {error!r}"
+
+
 def request_refusal(mm_kwargs: Mapping[str, Any]) -> str | None:
     """Why this group must run eagerly whatever its sizes, or None."""
     for key, value in mm_kwargs.items():
