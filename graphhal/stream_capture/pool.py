@@ -152,8 +152,8 @@ class GraphPool:
         """Let the pool begin with one piece of memory, for the largest graph to cut up.
 
         Left to itself the allocator takes a piece for each large tensor, and they fit later ones
-        badly: 1,310 MiB where a full-size tower held 742 at once (H200, PyTorch 2.11). Called on
-        the capture stream.
+        badly: the graphs of vLLM's full-size vision tower took 1,708 MiB, with this 1,224
+        (`docs/benchmarks.md`). Called on the capture stream.
         """
         largest_cut = torch.cuda.memory_stats(self.index).get("max_split_size", -1)
         if self._mem is None or 0 < largest_cut < num_bytes:  # it would never be cut
