@@ -6,9 +6,11 @@ compares a graph with what vLLM would have answered: a tower that changed loses 
 never answers wrongly.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -17,7 +19,6 @@ import numpy.typing as npt
 import torch
 
 from graphhal.adapter import BufferSpec, Place
-from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudio
 from graphhal.adapters.qwen3_omni_vision import (
     BOUNDARIES,
     CACHED_FRAME_SIZES,
@@ -31,6 +32,9 @@ from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, SequenceBound
 from graphhal.platform import Platform
 from graphhal.settings import Settings
+from graphhal.vllm_worker.qwen_blocks import through_parts
+
+log = logging.getLogger(__name__)
 
 EAGER = "eager_request"
 """The input that tells `forward` to run the tower's own eager code."""
@@ -95,6 +99,7 @@ class VllmQwenVision(Qwen3OmniVision):
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
+        self._by_parts: bool | None = None
 
     def _table_side(self) -> int:
         return int(self.tower.num_grid_per_side)
@@ -148,24 +153,34 @@ class VllmQwenVision(Qwen3OmniVision):
         """Merged features and DeepStack levels side by side: one (tokens, width) tensor."""
         if EAGER in inputs:
             return (self._eager_forward(inputs[PIXELS]),)
-        bound = torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32)
+        return self._encode(inputs, max_seqlen, bool(self._by_parts))
+
+    def _encode(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int], by_parts: bool
+    ) -> Sequence[torch.Tensor]:
+        """Through the tower, or through its blocks, whole or part by part."""
+        boundaries = {
+            "cu_seqlens": inputs[BOUNDARIES],
+            "max_seqlen": torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32),
+            "sequence_lengths": None,
+        }
         cos, sin = self._rotary(inputs["position_ids"])
         positions = self._positions(inputs["interp_indices"], inputs["interp_weights"])
-        if self.takes_metadata:
+        if self.takes_metadata and not by_parts:
             metadata = {
                 "pos_embeds": positions,
                 "rotary_pos_emb_cos": cos,
                 "rotary_pos_emb_sin": sin,
-                "cu_seqlens": inputs[BOUNDARIES],
-                "max_seqlen": bound,
-                "sequence_lengths": None,
+                **boundaries,
             }
             return (self.tower(inputs[PIXELS], None, encoder_metadata=metadata),)
-        return self._through_blocks(inputs, positions, cos, sin, bound)
+        return self._through_blocks(inputs[PIXELS], positions, cos, sin, boundaries, by_parts)
 
     def _eager_forward(self, pixels: torch.Tensor) -> torch.Tensor:
         if self._request is None:
             raise AdapterError(f"{self.name}: an eager forward needs a request")
+        if self._by_parts is None:  # comes before the first capture
+            self._by_parts = self._parts_agree()
         (_, items), self._request = self._request, None
         grid = [[item.frames, *_frame(item)] for item in items]
         output: torch.Tensor = self.tower(
@@ -182,43 +197,60 @@ class VllmQwenVision(Qwen3OmniVision):
         return cos.reshape(rows, -1), sin.reshape(rows, -1)
 
     def _positions(self, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """(rows, hidden): four rows of the position table, weighted, one after another."""
+        """(rows, hidden): four rows of the position table, weighted."""
         if not getattr(self.tower, "apply_vit_abs_pos_embed", True):
             return None
         table = self.tower.pos_embed.weight
-        weights = weights.to(self.dtype)
-        total: torch.Tensor = table.index_select(0, indices[:, 0]) * weights[:, :1]
-        for tap in range(1, indices.shape[1]):
-            total = total + table.index_select(0, indices[:, tap]) * weights[:, tap : tap + 1]
-        return total
+        picked = table.index_select(0, indices.reshape(-1)).view(*indices.shape, -1)
+        return torch.bmm(weights.to(self.dtype).unsqueeze(1), picked).squeeze(1)
 
     def _through_blocks(
         self,
-        inputs: Mapping[str, torch.Tensor],
+        pixels: torch.Tensor,
         positions: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        bound: torch.Tensor,
+        boundaries: Mapping[str, Any],
+        by_parts: bool,
     ) -> tuple[torch.Tensor, ...]:
         tower = self.tower
-        hidden = tower.patch_embed(inputs[PIXELS])
+        hidden = tower.patch_embed(pixels)
         if positions is not None:
             hidden = hidden + positions
         hidden = hidden.unsqueeze(1)
         levels: list[torch.Tensor] = []
         wanted = tower.deepstack_visual_indexes or []
+        mergers = tower.deepstack_merger_list if self.takes_metadata else tower.merger_list
         for number, block in enumerate(tower.blocks):
-            hidden = block(
-                hidden,
-                cu_seqlens=inputs[BOUNDARIES],
-                rotary_pos_emb_cos=cos,
-                rotary_pos_emb_sin=sin,
-                max_seqlen=bound,
-                sequence_lengths=None,
-            )
+            if by_parts:
+                hidden = through_parts(block, hidden, cos, sin, **boundaries)
+            else:
+                hidden = block(hidden, rotary_pos_emb_cos=cos, rotary_pos_emb_sin=sin, **boundaries)
             if number in wanted:
-                levels.append(tower.merger_list[len(levels)](hidden))
+                levels.append(mergers[len(levels)](hidden))
         return (tower.merger(hidden), *levels)
+
+    def _parts_agree(self) -> bool:
+        """Whether blocks called part by part compute what they do as a whole, bit by bit.
+
+        A release may change them, an operator compile them, and kernels differ by device.
+        """
+        items = self._items_of(self.modalities[0], [(1, 2), (1, 1)])
+        lengths = [length for item in items for length in item.sequences[BOUNDARIES]]
+        (pixels, _), *_ = (KEYS[item.modality] for item in items)
+        tensors = {name: torch.tensor(array) for name, array in self.metadata(items).items()}
+        tensors[BOUNDARIES] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        inputs = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        inputs[PIXELS] = self.example(items, seed=0)[pixels]
+        try:
+            whole, parts = (
+                torch.cat(list(self._encode(inputs, {BOUNDARIES: max(lengths)}, by_parts)), dim=1)
+                for by_parts in (False, True)
+            )
+        except Exception:  # the model's own code
+            log.debug("%s: blocks are called as a whole", self.name, exc_info=True)
+            return False
+        return torch.equal(whole, parts)
 
 
 class VllmQwen25Vision(VllmQwenVision):
@@ -228,6 +260,7 @@ class VllmQwen25Vision(VllmQwenVision):
         self, tower: Any, modalities: Sequence[str], name: str, kept: Sequence[Place] = ()
     ) -> None:
         super().__init__(tower, modalities, takes_metadata=True, name=name, kept=kept)
+        self._by_parts = False  # windows change the order of rows between the tower and its blocks
         self.side = tower.window_size // self.merge // tower.patch_size
         self.window_rows = self.side**2 * self.merge_area
         norm_dtype = getattr(getattr(tower, "input_norm", None), "input_dtype", None)
@@ -325,137 +358,7 @@ class VllmQwen25Vision(VllmQwenVision):
         return (self.tower(inputs[PIXELS], None, encoder_metadata=metadata),)
 
 
-class VllmQwenAudio(Qwen3OmniAudio):
-    """vLLM's Qwen3-Omni audio tower: one full-width graph for each chunk count.
-
-    Args:
-        tower: `Qwen3OmniMoeAudioEncoder` of vLLM or vLLM-Omni.
-        kept: where the model keeps it, and what holds it.
-    """
-
-    name = "vllm_qwen3_omni_audio"
-
-    def __init__(self, tower: Any, kept: Sequence[Place] = ()) -> None:
-        self.tower = tower
-        self.kept = kept
-        self.width = 2 * int(tower.n_window)
-        self.mel = int(tower.num_mel_bins)
-        self.window_tokens = _after_convolutions(self.width)
-        self.attention_tokens = self.window_tokens * (int(tower.n_window_infer) // self.width)
-        if self.attention_tokens < 1:
-            raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
-        weight = tower.conv2d1.weight
-        self.device, self.dtype = weight.device, weight.dtype
-        self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
-        self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
-
-    def prepare(self, platform: Platform) -> None:
-        """Nothing to take: the tower brings vLLM's attention, which must read row numbers."""
-        check_backend(self.tower, platform)
-
-    def modules(self) -> Iterable[torch.nn.Module]:
-        """The tower."""
-        return (self.tower,)
-
-    def places(self) -> Sequence[Place]:
-        """Where the model keeps it."""
-        return self.kept
-
-    def eager_inputs(
-        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
-    ) -> dict[str, torch.Tensor]:
-        """A mark for `forward` to run the tower's own eager code on these clips.
-
-        The tower pads to the longest window of its call: where that clip is encoded elsewhere (by
-        another rank), a silent window as wide comes last in its place.
-        """
-        features, _ = self._features(mm_kwargs)
-        lengths = [_frames(item) for item in items]
-        parts = [
-            features[:, item.row_offset : item.row_offset + length]
-            for item, length in zip(items, lengths, strict=True)
-        ]
-        width = _width(items)
-        if sum(lengths) < features.shape[1] and max(lengths) < width:
-            parts.append(features.new_zeros(self.mel, width))
-        self._request = (mm_kwargs, tuple(items))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return {EAGER: joined.to(self.device, self.dtype)}
-
-    def forward(
-        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
-    ) -> torch.Tensor:
-        """Features (tokens, output_dim)."""
-        if EAGER in inputs:
-            return self._eager_forward(inputs[EAGER])
-        tower = self.tower
-        embedded = inputs["padded_feature"].unsqueeze(1)
-        parts = torch.split(embedded, tower.conv_chunksize)
-        convolved = [self._convolved(part) for part in parts]
-        embedded = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
-        count, channels, bands, places = embedded.shape
-        hidden = _linear(
-            tower.conv_out,
-            embedded.permute(0, 3, 1, 2).reshape(count, places, channels * bands),
-        )
-        table = tower.positional_embedding.positional_embedding[:places].to(hidden.dtype)
-        hidden = (hidden + table).reshape(count * places, -1)
-        hidden = hidden.index_select(0, inputs["valid_indices"])
-        bound = torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32)
-        for layer in tower.layers:
-            hidden = layer(hidden, inputs[BOUNDARIES], bound)
-        hidden = tower.act(_linear(tower.proj1, tower.ln_post(hidden)))
-        return _linear(tower.proj2, hidden)
-
-    def _convolved(self, part: torch.Tensor) -> torch.Tensor:
-        for convolution in (self.tower.conv2d1, self.tower.conv2d2, self.tower.conv2d3):
-            part = torch.nn.functional.gelu(convolution(part))
-        return part
-
-    def _eager_forward(self, features: torch.Tensor) -> torch.Tensor:
-        if self._request is None:
-            raise AdapterError(f"{self.name}: an eager forward needs a request")
-        (_, items), self._request = self._request, None
-        lengths, tokens = [_frames(item) for item in items], [item.tokens for item in items]
-        own = sum(tokens)
-        silence = features.shape[1] - sum(lengths)
-        if silence:
-            lengths.append(silence)
-            tokens.append(_after_convolutions(silence))
-        output: torch.Tensor = self.tower(
-            features,
-            feature_lens=torch.tensor(lengths, device=self.device),
-            aftercnn_lens=torch.tensor(tokens, device=self.device),
-        )
-        return output[:own] if silence else output
-
-
-def _linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:
-    """A linear layer's output; vLLM-Omni's layers give it with a bias beside it."""
-    output = layer(rows)
-    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return result
-
-
 def _frame(item: ItemSpec) -> tuple[int, int]:
     """Height and width of an item's frames, in patches."""
     signature: Any = item.signature
     return signature[1], signature[2]
-
-
-def _frames(item: ItemSpec) -> int:
-    """Mel frames of a clip."""
-    signature: Any = item.signature
-    return int(signature[0])
-
-
-def _width(items: Sequence[ItemSpec]) -> int:
-    """Frames that the windows of the clips' request are padded to."""
-    signature: Any = items[0].signature
-    return int(signature[1])
-
-
-def _after_convolutions(frames: int) -> int:
-    for _ in range(3):
-        frames = (frames + 1) // 2
-    return frames

@@ -294,7 +294,7 @@ def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings
             encoders.append(Encoder(adapter.name, vision, {"default": adapter}))
     audio = enabled_modalities(("audio",), vllm_config, settings)
     if audio and hasattr(inner.audio_tower, "conv2d1"):
-        from graphhal.vllm_worker.qwen_towers import VllmQwenAudio
+        from graphhal.vllm_worker.qwen_audio import VllmQwenAudio
 
         clips = VllmQwenAudio(inner.audio_tower, (*above, *_kept(inner, inner.audio_tower)))
         encoders.append(Encoder(clips.name, audio, {"default": clips}))

@@ -115,7 +115,7 @@ def test_a_ranks_share_of_the_clips_is_encoded_as_in_the_whole_group(
     import vllm_on_cpu as on_cpu
 
     from graphhal import EncoderGraphs, Settings, open_platform
-    from graphhal.vllm_worker.qwen_towers import VllmQwenAudio
+    from graphhal.vllm_worker.qwen_audio import VllmQwenAudio
 
     model = on_cpu.qwen3_omni(engine)
     for parameter in model.audio_tower.parameters():

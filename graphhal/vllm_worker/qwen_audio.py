@@ -1,0 +1,139 @@
+"""The adapter for vLLM's own Qwen3-Omni audio tower, and vLLM-Omni's; see `qwen_towers`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from graphhal.adapter import Place
+from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudio
+from graphhal.adapters.qwen3_omni_vision import BOUNDARIES, CACHED_GROUPS
+from graphhal.errors import AdapterError
+from graphhal.items import ItemSpec
+from graphhal.platform import Platform
+from graphhal.vllm_worker.qwen_blocks import linear
+from graphhal.vllm_worker.qwen_towers import EAGER, check_backend
+
+
+class VllmQwenAudio(Qwen3OmniAudio):
+    """vLLM's Qwen3-Omni audio tower: one full-width graph for each chunk count.
+
+    Args:
+        tower: `Qwen3OmniMoeAudioEncoder` of vLLM or vLLM-Omni.
+        kept: where the model keeps it, and what holds it.
+    """
+
+    name = "vllm_qwen3_omni_audio"
+
+    def __init__(self, tower: Any, kept: Sequence[Place] = ()) -> None:
+        self.tower = tower
+        self.kept = kept
+        self.width = 2 * int(tower.n_window)
+        self.mel = int(tower.num_mel_bins)
+        self.window_tokens = _after_convolutions(self.width)
+        self.attention_tokens = self.window_tokens * (int(tower.n_window_infer) // self.width)
+        if self.attention_tokens < 1:
+            raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
+        weight = tower.conv2d1.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
+        self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
+
+    def prepare(self, platform: Platform) -> None:
+        """Nothing to take: the tower brings vLLM's attention, which must read row numbers."""
+        check_backend(self.tower, platform)
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """The tower."""
+        return (self.tower,)
+
+    def places(self) -> Sequence[Place]:
+        """Where the model keeps it."""
+        return self.kept
+
+    def eager_inputs(
+        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
+    ) -> dict[str, torch.Tensor]:
+        """A mark for `forward` to run the tower's own eager code on these clips.
+
+        The tower pads to the longest window of its call: where that clip is encoded elsewhere (by
+        another rank), a silent window as wide comes last in its place.
+        """
+        features, _ = self._features(mm_kwargs)
+        lengths = [_frames(item) for item in items]
+        parts = [
+            features[:, item.row_offset : item.row_offset + length]
+            for item, length in zip(items, lengths, strict=True)
+        ]
+        width = _width(items)
+        if sum(lengths) < features.shape[1] and max(lengths) < width:
+            parts.append(features.new_zeros(self.mel, width))
+        self._request = (mm_kwargs, tuple(items))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return {EAGER: joined.to(self.device, self.dtype)}
+
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
+    ) -> torch.Tensor:
+        """Features (tokens, output_dim)."""
+        if EAGER in inputs:
+            return self._eager_forward(inputs[EAGER])
+        tower = self.tower
+        embedded = inputs["padded_feature"].unsqueeze(1)
+        parts = torch.split(embedded, tower.conv_chunksize)
+        convolved = [self._convolved(part) for part in parts]
+        embedded = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
+        count, channels, bands, places = embedded.shape
+        hidden = linear(
+            tower.conv_out,
+            embedded.permute(0, 3, 1, 2).reshape(count, places, channels * bands),
+        )
+        table = tower.positional_embedding.positional_embedding[:places].to(hidden.dtype)
+        hidden = (hidden + table).reshape(count * places, -1)
+        hidden = hidden.index_select(0, inputs["valid_indices"])
+        bound = torch.tensor(max_seqlen[BOUNDARIES], dtype=torch.int32)
+        for layer in tower.layers:
+            hidden = layer(hidden, inputs[BOUNDARIES], bound)
+        hidden = tower.act(linear(tower.proj1, tower.ln_post(hidden)))
+        return linear(tower.proj2, hidden)
+
+    def _convolved(self, part: torch.Tensor) -> torch.Tensor:
+        for convolution in (self.tower.conv2d1, self.tower.conv2d2, self.tower.conv2d3):
+            part = torch.nn.functional.gelu(convolution(part))
+        return part
+
+    def _eager_forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self._request is None:
+            raise AdapterError(f"{self.name}: an eager forward needs a request")
+        (_, items), self._request = self._request, None
+        lengths, tokens = [_frames(item) for item in items], [item.tokens for item in items]
+        own = sum(tokens)
+        silence = features.shape[1] - sum(lengths)
+        if silence:
+            lengths.append(silence)
+            tokens.append(_after_convolutions(silence))
+        output: torch.Tensor = self.tower(
+            features,
+            feature_lens=torch.tensor(lengths, device=self.device),
+            aftercnn_lens=torch.tensor(tokens, device=self.device),
+        )
+        return output[:own] if silence else output
+
+
+def _frames(item: ItemSpec) -> int:
+    """Mel frames of a clip."""
+    signature: Any = item.signature
+    return int(signature[0])
+
+
+def _width(items: Sequence[ItemSpec]) -> int:
+    """Frames that the windows of the clips' request are padded to."""
+    signature: Any = items[0].signature
+    return int(signature[1])
+
+
+def _after_convolutions(frames: int) -> int:
+    for _ in range(3):
+        frames = (frames + 1) // 2
+    return frames
