@@ -178,7 +178,7 @@ class Settings(BaseSettings):
     )
     self_check: SelfCheck = SelfCheck.FULL
     exact_only: bool = Field(default=False, description="true or false")
-    warmups: int = Field(default=2, ge=1, le=16, description="a whole number from 1 to 16")
+    warmups: int = Field(default=1, ge=1, le=16, description="a whole number from 1 to 16")
     tolerance: float | None = Field(
         default=None, gt=0, lt=1, description="a number between 0 and 1"
     )

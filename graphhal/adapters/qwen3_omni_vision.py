@@ -201,7 +201,8 @@ class Qwen3OmniVision(EncoderAdapter):
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
         """A dense ladder for images and a coarser one for videos."""
         ladder = {"image": self._image_capacity, "video": self._video_capacity}
-        steps = {"image": 8, "video": VIDEO_LADDER_STEPS}
+        videos = token_budgets(settings, VIDEO_LADDER_STEPS, VIDEO_LADDER_STEPS)
+        budgets = {"image": token_budgets(settings), "video": videos}
         unknown = set(self.modalities) - set(ladder)
         if unknown:
             raise SettingsError(
@@ -210,7 +211,7 @@ class Qwen3OmniVision(EncoderAdapter):
         return tuple(
             ladder[modality](budget, settings)
             for modality in self.modalities
-            for budget in token_budgets(settings, steps[modality])
+            for budget in budgets[modality]
         )
 
     def _image_capacity(self, budget: int, settings: Settings) -> Capacity:

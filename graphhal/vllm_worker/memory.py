@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from graphhal.errors import SettingsError
+from graphhal.graph_set import CaptureReport
 from graphhal.plan import GraphKey
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
-from graphhal.settings import Settings
+from graphhal.settings import SelfCheck, Settings
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     if _meter(graphs.platform) is None:
         return graphs.capture().num_bytes, 0
     sampled = _spread([capacity.key for capacity in ladder])
-    report = graphs.capture(keys=sampled)
+    report = _checked_quickly(graphs, sampled)
     left_out = len(ladder) - len(sampled)
     if left_out and len(report.captured) < len(sampled):
         # The limit, or a failure, drops graphs: what stays is only known after all were tried.
@@ -226,6 +227,17 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     if isinstance(limit, int):
         rest = min(rest, max(0, limit - report.num_bytes))
     return report.num_bytes, rest
+
+
+def _checked_quickly(graphs: EncoderGraphs, keys: Sequence[GraphKey]) -> CaptureReport:
+    """Capture for a profile: what serves later is checked in full then."""
+    settings = graphs.settings
+    if settings.self_check is SelfCheck.FULL:
+        graphs.settings = settings.model_copy(update={"self_check": SelfCheck.QUICK})
+    try:
+        return graphs.capture(keys=keys)
+    finally:
+        graphs.settings = settings
 
 
 def _each(further: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from scripted_card import MIB, PIECE, Card, scripted  # noqa: E402
 
+from graphhal import self_check  # noqa: E402
 from graphhal.discovery import open_platform  # noqa: E402
 from graphhal.errors import SettingsError  # noqa: E402
 from graphhal.runner import EncoderGraphs  # noqa: E402
@@ -51,7 +52,7 @@ def encoder(
     growth: float = 0.0,
     **options: Any,
 ) -> EncoderGraphs:
-    settings = Settings(platform="cpu", self_check="quick", **options)
+    settings = Settings(**{"platform": "cpu", "self_check": "quick", **options})
     platform = scripted(open_platform("cpu", settings), card, first, each, garbage, loads, growth)
     budgets = range(12, 12 + 4 * graphs, 4)
     toy = ToyEncoder(torch.device("cpu"), torch.float32, budgets)
@@ -143,6 +144,23 @@ def test_graphs_of_all_sizes_are_captured_for_the_profile() -> None:
     assert max(b - a for a, b in pairwise(sizes)) <= 12
     assert held is not None
     assert held.nbytes == 14 * MIB
+
+
+@pytest.mark.parametrize("asked", ["full", "quick", "off"])
+def test_a_profile_checks_no_more_than_it_must(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs never serve; those that do are checked as the operator asks."""
+    seen: list[str] = []
+    plain = self_check.check
+
+    def check(adapter: Any, execution: Any, graphs: Any, mode: Any, *rest: Any) -> Any:
+        seen.append(mode.value)
+        return plain(adapter, execution, graphs, mode, *rest)
+
+    monkeypatch.setattr(self_check, "check", check)
+    one = encoder(Card(60000 * MIB), 20, 100 * MIB, MIB, self_check=asked)
+    told_and_taken(Card(60000 * MIB), [one])
+    assert seen == ["quick" if asked == "full" else asked, asked]
+    assert one.settings.self_check == asked
 
 
 def test_short_ladders_are_captured_whole() -> None:
