@@ -43,6 +43,7 @@ parser.add_argument("--groups", type=int, default=0, help="random groups, instea
 parser.add_argument("--rounds", type=int, default=8, help="timed calls of each contestant")
 parser.add_argument("--images", default="1,2,4,8", help="pictures in a group")
 parser.add_argument("--sides", default="7,10,14,20,28", help="tokens of a picture: side x side")
+parser.add_argument("--mix", type=int, default=24, help="random groups that are summed in a row")
 parser.add_argument("--top", type=int, default=0, help="largest budget; 0: the largest group")
 parser.add_argument("--self-check", choices=["full", "quick", "off"], default="quick")
 parser.add_argument("--seconds", type=float, default=140, help="no group starts after these")
@@ -112,7 +113,7 @@ TOWER: dict[str, Any] = {
 if A.dry:
     TOWER |= {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
               "out_hidden_size": 48, "deepstack_visual_indexes": [0, 1]}  # fmt: skip
-    A.sides, A.images, A.rounds = "2,4", "1,2", 2
+    A.sides, A.images, A.rounds, A.mix = "2,4", "1,2", 2, 3
 SIDES = [int(side) for side in A.sides.split(",")]
 COUNTS = [int(count) for count in A.images.split(",")]
 A.top = A.top or (2048 if A.groups else max(SIDES) ** 2 * (max(COUNTS) if A.model == "vl" else 1))
@@ -379,6 +380,17 @@ def compare(
     return row
 
 
+def summed(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row for several groups: times added up, the worst difference, all non-finite values."""
+    return {
+        name: {
+            what: (max if what == "l2" else sum)(part[name][what] for part in parts)
+            for what in parts[0][name]
+        }
+        for name in (parts[0] if parts else ())
+    }
+
+
 def table(title: str, rows: dict[str, dict[str, Any]], names: list[str]) -> list[str]:
     width = max(map(len, rows), default=0) + 2
     lines = [f"## {title}", " " * width + "".join(f"{name:>22}" for name in names)]
@@ -419,7 +431,12 @@ def ratio_table(rows: dict[str, dict[str, Any]], mine: list[str], theirs: list[s
 
 
 def totals(rows: dict[str, dict[str, Any]], name: str, other: str, what: str) -> float:
-    both = [row for row in rows.values() if name in row and other in row]
+    """Over the groups of equal pictures, each once."""
+    both = [
+        row
+        for label, row in rows.items()
+        if name in row and other in row and not label.startswith("mix")
+    ]
     return sum(row[name][what] for row in both) / max(sum(row[other][what] for row in both), 1e-9)
 
 
@@ -496,9 +513,22 @@ def vision(config: Any) -> list[str]:
         save(result)
         print(f"# {elapsed():.0f} s: {label}", file=sys.stderr, flush=True)
 
+    def measure_mix() -> None:
+        """Pictures of any height and width between the smallest side and the largest."""
+        rng, parts = random.Random(0), []
+        while len(parts) < A.mix and elapsed() < A.seconds:
+            sizes = [
+                (rng.randint(min(SIDES), max(SIDES)), rng.randint(min(SIDES), max(SIDES)))
+                for _ in range(rng.choice(COUNTS))
+            ]
+            group = patches(sizes)
+            want = eager(model, group, [high * wide for high, wide in sizes])
+            parts.append(compare([doubling, protocol, own], group, want))
+        rows[f"mix of {len(parts)} groups"] = summed(parts)
+        save(result)
+
     def measure_all() -> None:
-        mix = [SIDES[n % len(SIDES)] for n in range(COUNTS[-1])]
-        measure(f"mix of {COUNTS[-1]}", mix, [doubling, protocol, own])
+        measure_mix()
         for count in COUNTS:
             if elapsed() > A.seconds:
                 left_out.append(f"all of {count}")
