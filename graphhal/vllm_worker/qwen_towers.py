@@ -201,8 +201,9 @@ class VllmQwenVision(Qwen3OmniVision):
         if not getattr(self.tower, "apply_vit_abs_pos_embed", True):
             return None
         table = self.tower.pos_embed.weight
-        picked = table.index_select(0, indices.reshape(-1)).view(*indices.shape, -1)
-        return torch.bmm(weights.to(self.dtype).unsqueeze(1), picked).squeeze(1)
+        return torch.nn.functional.embedding_bag(
+            indices, table, mode="sum", per_sample_weights=weights.to(self.dtype)
+        )
 
     def _through_blocks(
         self,
