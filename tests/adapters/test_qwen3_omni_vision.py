@@ -448,6 +448,7 @@ def test_the_default_ladders_are_dense(tower):
     assert list(budgets) == sorted(set(budgets))
     for low, high in pairwise(budgets):
         assert high - low <= (max(16, low / 8) if low < 512 else low / 16)
+    assert len(token_budgets(Settings(max_tokens=8192))) == len(budgets) + 8
     for top in (1, 7, 16, 65, 100, 4097):
         ladder = token_budgets(Settings(max_tokens=top))
         assert ladder[-1] == top
