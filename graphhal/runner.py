@@ -380,7 +380,10 @@ class EncoderGraphs:
         return watch.moved_lately() if self.peers.size == 1 else watch.moved()
 
     def _weights_moved(self) -> None:
-        reason = "weights were rebound after capture; capture again to use graphs"
+        reason = (
+            "weights were rebound after capture, or modules hooked or patched; capture again to "
+            "use graphs"
+        )
         log.warning("%s: %s", self.adapter.name, reason)
         keys = list(self._graphs.entries)
         self.clear()

@@ -1,4 +1,5 @@
-"""Notices weights that were rebound after capture: a graph reads them by address."""
+"""Notices weights that were rebound after capture, which a graph reads by address, and modules
+that compute otherwise since: a graph runs no hook and no `forward` that came later."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 WHOLE = 128
 """A tower of at most so many tensors is checked whole on every request: 10 µs or less."""
@@ -42,17 +44,25 @@ def _watch_registrations() -> None:
     register_module_module_registration_hook(_note)
 
 
-_GET: Callable[[Mapping[str, Any], str], Any] = dict.get  # type: ignore[assignment]
-_Place = tuple[Mapping[str, Any], str, torch.Tensor | torch.nn.Module]
+def _changes() -> int:
+    """Rises with every registration and every new hook in this process."""
+    return _registered + RemovableHandle.next_id
+
+
+_GET: Callable[[Mapping[Any, Any], Any], Any] = dict.get  # type: ignore[assignment]
+_Place = tuple[Mapping[Any, Any], Any, Any]
+"""Table, key, what is held there."""
 
 
 class WeightWatch:
-    """The parameters, buffers and submodules of modules, as they were when graphs were captured.
+    """The parameters, buffers, submodules and forward hooks of modules, as they were when graphs
+    were captured, and whether a module has a `forward` of its own.
 
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
-    (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does. A
-    replacement is noticed by the next request, because PyTorch tells of it; other storage under a
-    few of more than `WHOLE` tensors by the first one after a pause, or in turn.
+    (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does; so
+    does a module that was hooked or patched. What was replaced or hooked is noticed by the next
+    request, because PyTorch tells of it; other storage under a few of more than `WHOLE` tensors by
+    the first one after a pause, or in turn, and so are hooks that are gone, and patches.
 
     Args:
         modules: the roots.
@@ -64,35 +74,46 @@ class WeightWatch:
         modules: Iterable[torch.nn.Module],
         kept: Iterable[tuple[torch.nn.Module, str, torch.nn.Module]] = (),
     ) -> None:
-        places: dict[tuple[int, str], _Place] = {
+        places: dict[tuple[int, Any], _Place] = {
             (id(owner._modules), name): (owner._modules, name, held) for owner, name, held in kept
         }
+        self._hooks: list[Mapping[Any, Any]] = []
         for root in modules:
             for module in root.modules():
-                for table in (module._modules, module._parameters, module._buffers):
+                hooks = (module._forward_pre_hooks, module._forward_hooks)
+                self._hooks += hooks
+                for table in (module._modules, module._parameters, module._buffers, *hooks):
                     for name, held in table.items():
                         if held is not None:
                             places[id(table), name] = (table, name, held)
+                own = vars(module)
+                places[id(own), "forward"] = (own, "forward", own.get("forward"))
         self._windows = [_Window(part) for part in _windows(places.values())]
         self._next = 0
+        self._num_hooks = sum(map(len, self._hooks))
         _watch_registrations()
-        self._registered = _registered
+        self._changes = _changes()
         self._checked_at = self._asked_at = monotonic()
 
     def moved(self) -> bool:
-        """Whether any tensor was replaced, or its memory moved. Host work only, no device read."""
-        self._registered = _registered
+        """Whether any tensor was replaced, or its memory moved, or a module was hooked or patched.
+        Host work only, no device read."""
+        changes = _changes()
+        if changes != self._changes:  # hooks that are gone are seen in the windows
+            if sum(map(len, self._hooks)) != self._num_hooks:
+                return True
+            self._changes = changes
         self._checked_at = monotonic()
         return any(window.moved() for window in self._windows)
 
     def moved_lately(self) -> bool:
         """As `moved`, cheap enough for every request: a window in turn; all of them after a pause,
-        from time to time, and where any module was given something new."""
+        from time to time, and where any module was given something new, or a hook."""
         now = monotonic()
         pause, self._asked_at = now - self._asked_at, now
         if (
             len(self._windows) > 1
-            and self._registered == _registered
+            and self._changes == _changes()
             and pause < PAUSE_SECONDS
             and now - self._checked_at < FULL_CHECK_SECONDS
         ):

@@ -60,6 +60,19 @@ def convert(made: Tower) -> None:
     made.double()
 
 
+def hook(made: Tower) -> None:
+    made.mergers[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_before(made: Tower) -> None:
+    made.mergers[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def patch_forward(made: Tower) -> None:
+    forward = made.mergers[0].forward
+    made.mergers[0].forward = lambda rows: forward(rows) * 2
+
+
 REBINDINGS: list[Callable[[Tower], None]] = [
     replace_parameter,
     rebind_data,
@@ -72,6 +85,9 @@ REBINDINGS: list[Callable[[Tower], None]] = [
     remove_module,
     sleep,
     convert,
+    hook,
+    hook_before,
+    patch_forward,
 ]
 
 
@@ -217,6 +233,35 @@ def test_what_other_modules_register_is_looked_at_once_and_moves_nothing(monkeyp
     for _ in range(5):
         assert not watch.moved_lately()
     assert len(full) == 1
+
+
+def test_a_hook_among_many_modules_is_noticed_at_once():
+    made = many()
+    watch = WeightWatch([made])
+    made[-1].register_forward_hook(lambda *_: None)
+    assert watch.moved_lately()
+
+
+def test_what_goes_is_noticed_too():
+    made = tower()
+    handle = made.embed.register_forward_hook(lambda module, args, output: output * 2)
+    patch_forward(made)
+    assert not WeightWatch([made]).moved(), "it was there at capture"
+    watch = WeightWatch([made])
+    del made.mergers[0].forward
+    assert watch.moved_lately()
+    watch = WeightWatch([made])
+    handle.remove()
+    assert watch.moved_lately()
+
+
+def test_hooks_of_other_modules_and_tensors_move_nothing():
+    made = many()
+    watch = WeightWatch([made])
+    nn.Linear(2, 2).register_forward_hook(lambda *_: None)
+    torch.zeros(1, requires_grad=True).register_hook(lambda grad: grad)
+    assert not watch.moved_lately()
+    assert not watch.moved()
 
 
 def test_other_storage_of_one_among_many_is_noticed_in_turn():
