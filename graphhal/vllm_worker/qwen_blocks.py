@@ -6,6 +6,7 @@ well, with the same result, bit by bit. On an H200 a replay of the full-size tow
 less (`docs/benchmarks.md`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,16 +24,26 @@ def through_parts(
         sin: as `cos`.
         boundaries: `cu_seqlens`, `max_seqlen` and `sequence_lengths`, as the block takes them.
     """
-    attention = block.attn
-    rows, heads = len(hidden), attention.num_attention_heads_per_partition
-    projected = linear(attention.qkv, block.norm1(hidden)).view(rows, 3, heads, -1)
-    rotated = attention.apply_rotary_emb(projected[:, :2].transpose(0, 1), cos, sin)
-    attended = attention.attn(
-        query=rotated[:1], key=rotated[1:], value=projected[:, 2].unsqueeze(0), **boundaries
-    )
-    hidden = hidden + linear(attention.proj, attended.reshape(rows, 1, -1))
+    hidden = hidden + _attended(block.attn, block.norm1(hidden), cos, sin, boundaries)
     mixed: torch.Tensor = hidden + block.mlp(block.norm2(hidden))
     return mixed
+
+
+def _attended(
+    attention: Any,
+    hidden: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    boundaries: Mapping[str, Any],
+) -> torch.Tensor:
+    """A function of its own: what it holds is free again before the MLP takes its share."""
+    rows, heads = len(hidden), attention.num_attention_heads_per_partition
+    projected = linear(attention.qkv, hidden).view(rows, 3, heads, -1)
+    rotated = attention.apply_rotary_emb(projected[:, :2].transpose(0, 1), cos, sin)
+    mixed = attention.attn(
+        query=rotated[:1], key=rotated[1:], value=projected[:, 2].unsqueeze(0), **boundaries
+    )
+    return linear(attention.proj, mixed.reshape(rows, 1, -1))
 
 
 def linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -118,9 +118,9 @@ def reserved(fake) -> list[str]:
     return [line for line in fake.log if "bytes=" in line or line.startswith(("begin", "forward"))]
 
 
-def test_a_pool_begins_with_one_piece_as_large_as_what_the_last_warm_up_held(fake):
+def test_a_pool_begins_with_one_piece_for_what_the_last_warm_up_held(fake):
     graph = captured(fake, forward=peaking(fake, [900, 500, 0]))
-    piece = f"empty pool=True stream={graph.pool.stream.stream_id} bytes=500"
+    piece = f"empty pool=True stream={graph.pool.stream.stream_id} bytes={500 + 500 // 16}"
     assert reserved(fake) == ["forward", "forward", piece, "begin thread_local", "forward"]
     assert not fake.routing
     fake.log.clear()
@@ -134,7 +134,7 @@ def test_without_a_warm_up_nothing_is_reserved(fake):
     assert not any("bytes=" in line for line in fake.log)
 
 
-@pytest.mark.parametrize(("largest_cut", "pieces"), [(-1, 1), (499, 0), (500, 1)])
+@pytest.mark.parametrize(("largest_cut", "pieces"), [(-1, 1), (530, 0), (531, 1)])
 def test_no_piece_is_reserved_that_the_allocator_would_not_cut(fake, largest_cut, pieces):
     fake.max_split_size = largest_cut
     captured(fake, forward=peaking(fake, [500, 500, 0]))
