@@ -14,6 +14,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from graphhal.adapter import BufferSpec, EncoderAdapter, Place
 from graphhal.adapters.host_sizes import host_int, host_ints
+from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import read_sound, sample_speech
 from graphhal.adapters.seeded_weights import with_seeded_weights
 from graphhal.errors import AdapterError, InputError, SettingsError
@@ -119,7 +120,6 @@ class CovoAudio(EncoderAdapter):
 
     def __init__(self, stage: Any, sample_rate: int = 16_000, hop: int = 160) -> None:
         self.owner = stage
-        self.encoder, self.downsampler = stage.encoder, stage.audio_adapter
         config = self.encoder.config
         # Whisper's own attention takes whole clips; nothing in it needs a platform's kernel.
         if "flash" in (config._attn_implementation or ""):
@@ -132,8 +132,26 @@ class CovoAudio(EncoderAdapter):
         self.tokens_per_clip = self._after_convolutions(self.frames)
         self.sample_rate, self.hop = sample_rate, hop
         self.most_samples = self.frames * hop
-        weight = self.encoder.conv1.weight
-        self.device, self.dtype = weight.device, weight.dtype
+
+    @property
+    def encoder(self) -> Any:
+        """The stage's encoder, as it is now."""
+        return self.owner.encoder
+
+    @property
+    def downsampler(self) -> Any:
+        """The stage's downsampling adapter, as it is now."""
+        return self.owner.audio_adapter
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # follows the stage's `.to()`
+        """Of the encoder's weights."""
+        return self.encoder.conv1.weight.device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # follows the stage's `.to()`
+        """Of the encoder's weights."""
+        return self.encoder.conv1.weight.dtype  # type: ignore[no-any-return]
 
     def modules(self) -> Iterable[torch.nn.Module]:
         """The encoder and the downsampling adapter."""
@@ -208,10 +226,7 @@ class CovoAudio(EncoderAdapter):
             )
         if not features.dtype.is_floating_point:
             raise InputError(f"{FEATURES} is {features.dtype}; pass floating-point features", item)
-        if features.device != self.device and features.device.type != "cpu":
-            raise InputError(
-                f"{FEATURES} is on {features.device}, the encoder on {self.device}", item
-            )
+        refuse_unreadable(features, FEATURES, self.device, item)
 
     def _spec(self, index: int, tokens: int) -> ItemSpec:
         return ItemSpec(

@@ -1,8 +1,10 @@
 """Sizes of a request as host integers, whatever they came in."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from operator import index
 from typing import Any
+
+import torch
 
 from graphhal.errors import InputError
 
@@ -15,9 +17,9 @@ def host_rows(values: Any, name: str, columns: int) -> tuple[tuple[int, ...], ..
     Raises:
         InputError: not a table of whole numbers with `columns` columns.
     """
-    rows = values.tolist() if hasattr(values, "tolist") else values
+    rows = _listed(values, name)
     try:
-        table = tuple([tuple(map(_whole, r.tolist() if hasattr(r, "tolist") else r)) for r in rows])
+        table = tuple([tuple(map(_whole, _listed(row, name))) for row in rows])
     except TypeError as error:
         raise InputError(
             f"{name} must hold {columns} whole numbers for each item, got {values!r}"
@@ -34,8 +36,8 @@ def host_ints(values: Any, name: str) -> tuple[int, ...]:
     Raises:
         InputError: something else than one whole number for each item.
     """
-    flat = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(flat, Iterable) or isinstance(flat, str | bytes):
+    flat = _listed(values, name)
+    if not isinstance(flat, Iterable) or isinstance(flat, str | bytes | Mapping | Set):
         raise InputError(f"{name} must hold one whole number for each item, got {values!r}")
     return tuple([host_int(value, name, number) for number, value in enumerate(flat)])
 
@@ -46,14 +48,19 @@ def host_int(value: Any, name: str, item: int | None = None) -> int:
     Raises:
         InputError: something else than one whole number.
     """
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    value = _listed(value, name, item)
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
     try:
         return _whole(value)
     except TypeError as error:
         raise InputError(f"{name} must be one whole number, got {value!r}", item) from error
+
+
+def _listed(values: Any, name: str, item: int | None = None) -> Any:
+    if isinstance(values, torch.Tensor) and (values.is_meta or values.layout is not torch.strided):
+        raise InputError(f"{name} is {values.layout} on {values.device}; pass its values", item)
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _whole(value: Any) -> int:

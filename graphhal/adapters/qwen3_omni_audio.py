@@ -17,6 +17,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
 from graphhal.adapters.host_sizes import host_ints
+from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import read_sound, sample_speech
 from graphhal.adapters.seeded_weights import with_seeded_weights
 from graphhal.adapters.transformers_attention import use_packed_attention
@@ -109,8 +110,7 @@ class Qwen3OmniAudio(EncoderAdapter):
             )
         if not features.dtype.is_floating_point:
             raise InputError(f"{key} is {features.dtype}; pass floating-point mel features")
-        if features.device != self.device and features.device.type != "cpu":
-            raise InputError(f"{key} is on {features.device}, the encoder on {self.device}")
+        refuse_unreadable(features, key, self.device)
         return features, key
 
     def _checked_specs(

@@ -19,6 +19,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
 from graphhal.adapters.host_sizes import host_rows
+from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import is_film, read_film, read_image, sample_photograph
 from graphhal.adapters.seeded_weights import with_seeded_weights
 from graphhal.adapters.token_ladder import token_budgets
@@ -142,10 +143,7 @@ class Qwen3OmniVision(EncoderAdapter):
             raise InputError(
                 f"{pixels_key} is {pixels.dtype}; normalise the pixels to floating point first"
             )
-        if pixels.device != self.device and pixels.device.type != "cpu":
-            raise InputError(
-                f"{pixels_key} is on {pixels.device}, the encoder on {self.device}; move it there"
-            )
+        refuse_unreadable(pixels, pixels_key, self.device)
         return pixels.shape[0]
 
     def _checked_specs(

@@ -12,6 +12,7 @@ import torch
 from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
+from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import read_image, sample_photograph
 from graphhal.adapters.seeded_weights import with_seeded_weights
 from graphhal.errors import InputError, SettingsError
@@ -46,6 +47,7 @@ class Siglip(EncoderAdapter):
         pixels = mm_kwargs.get(PIXELS)
         if not isinstance(pixels, torch.Tensor) or not pixels.dtype.is_floating_point:
             raise InputError(f"{PIXELS} must be one floating-point tensor of normalised images")
+        refuse_unreadable(pixels, PIXELS, self.device)
         if pixels.dim() == 0 or len(pixels) == 0 or tuple(pixels.shape[1:]) != self.image:
             shape = tuple(pixels.shape)
             raise InputError(f"{PIXELS} must be images of {self.image}, got {shape}; resize them")
@@ -57,8 +59,7 @@ class Siglip(EncoderAdapter):
 
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
         """One graph for each count of images."""
-        counts = range(1, settings.max_items + 1)
-        keys = [GraphKey(self.name, "image", count) for count in counts]
+        keys = [GraphKey(self.name, "image", n) for n in range(1, settings.max_items + 1)]
         return tuple(Capacity(k, k.size, k.size * self.tokens, k.size, {}) for k in keys)
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
@@ -84,9 +85,8 @@ class Siglip(EncoderAdapter):
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
         """Normally distributed pixels."""
-        generator = torch.Generator(device=self.device).manual_seed(seed)
-        shape = (len(items), *self.image)
-        return {PIXELS: torch.randn(shape, generator=generator, device=self.device)}
+        seeded = torch.Generator(device=self.device).manual_seed(seed)
+        return {PIXELS: torch.randn(len(items), *self.image, generator=seeded, device=self.device)}
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
         """Full, and one image short."""

@@ -61,6 +61,28 @@ def test_a_module_that_the_stage_replaces_is_noticed(name):
     setattr(adapter.owner, name, getattr(other.owner, name))
     assert graphs.try_replay(request) is None
     assert graphs.stats()["misses"] == {"audio": {"weights were rebound after capture": 2}}
+    now = CovoAudio(adapter.owner)
+    assert torch.equal(torch.cat(graphs.run(request)), ordinary_output(now, request))
+    graphs.capture(keys=[graphs.ladder()[-1].key])
+    replayed = graphs.try_replay(request)
+    assert replayed is not None
+    assert torch.allclose(torch.cat(replayed), ordinary_output(now, request), atol=1e-5)
+
+
+def test_a_stage_of_another_dtype_is_followed():
+    adapter = FACTORY.build("tiny", CPU, torch.float32, seed=3)
+    graphs = EncoderGraphs(adapter, open_platform("cpu"), Settings(self_check="off"))
+    graphs.capture(keys=[graphs.ladder()[0].key])
+    adapter.owner.double()
+    request = request_of(adapter, [100])
+    wanted = ordinary_output(
+        adapter, request | {"audio_features": request["audio_features"].double()}
+    )
+    assert torch.equal(torch.cat(graphs.run(request)), wanted)
+    graphs.capture(keys=[graphs.ladder()[0].key])
+    replayed = graphs.try_replay(request)
+    assert replayed is not None
+    assert torch.allclose(torch.cat(replayed), wanted, rtol=0, atol=1e-12)
 
 
 def test_a_stage_that_is_no_module_is_captured_too(adapter):
@@ -134,6 +156,18 @@ def test_counts_come_as_tensor_list_or_array(adapter):
         ({"audio_features": torch.zeros(128, 3000)}, r"^audio_features .*\(clips, .*; stack the"),
         ({"audio_num_tokens": torch.tensor([True, False])}, r"^item 0: .* whole number, got True"),
         ({"audio_num_tokens": [1, False]}, r"^item 1: audio_num_tokens must be one whole number"),
+        ({"audio_features": torch.zeros(2, 128, 3000).to_sparse()}, r"sparse_coo; pass a dense"),
+        (
+            {"audio_num_tokens": torch.ones(2).to("meta")},
+            r"^audio_num_tokens is .*on meta; pass its",
+        ),
+        (
+            {"audio_num_tokens": [1, torch.ones(1).to("meta")]},
+            r"^item 1: audio_num.* on meta; pass",
+        ),
+        ({"audio_num_tokens": torch.ones(2).int().to_sparse()}, r"^audio_num.*sparse_coo on cpu"),
+        ({"audio_num_tokens": {0: 188, 1: 188}}, r"^audio_num_tokens must hold one whole number"),
+        ({"audio_num_tokens": {188, 7}}, r"^audio_num_tokens must hold one whole number for each"),
         ({"audio_num_tokens": [188]}, r"^audio_num_tokens has 1 counts for 2 clips"),
         ({"audio_num_tokens": [188, 1.5]}, r"^item 1: audio_num_tokens must be one whole number"),
     ],

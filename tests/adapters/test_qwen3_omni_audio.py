@@ -309,6 +309,11 @@ def test_staging_follows_the_order_of_the_items(tower):
         ({"input_features": torch.zeros(128, 200).int()}, r"floating-point mel features"),
         ({"input_features": [torch.zeros(128, 100)] * 2}, r"concatenate the clips"),
         ({"input_features": torch.zeros(128, 200, device="meta")}, r"on meta, the encoder on cpu"),
+        ({"input_features": torch.zeros(128, 200).to_sparse()}, r"sparse_coo; pass a dense tensor"),
+        (
+            {"feature_lens": torch.ones(2).to("meta")},
+            r"^feature_lens is .*on meta; pass its values",
+        ),
     ],
 )
 def test_a_wrong_clip_is_named_with_the_fix(tower, change, message):

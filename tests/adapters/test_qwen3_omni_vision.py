@@ -158,6 +158,11 @@ def test_one_frame_is_one_sequence(tower):
         ({"pixel_values": torch.zeros(32, 1536, dtype=torch.uint8)}, "normalise the pixels"),
         ({"pixel_values": [torch.zeros(16, 1536)] * 2}, r"concatenate the items"),
         ({"pixel_values": torch.zeros(32, 1536, device="meta")}, r"on meta, the encoder on cpu"),
+        ({"pixel_values": torch.zeros(32, 1536).to_sparse()}, r"sparse_coo; pass a dense tensor"),
+        (
+            {"image_grid_thw": torch.ones(2, 3).to("meta")},
+            r"^image_grid_thw is .*on meta; pass its",
+        ),
         ({"pixel_values": torch.zeros(0, 1536), "image_grid_thw": []}, r"^the group is empty"),
         ({"pixel_values": None, "image_grid_thw": None}, r"^the group is empty; pass pixel_values"),
     ],

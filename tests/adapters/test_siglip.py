@@ -46,6 +46,8 @@ def test_worst_cases_fit_and_the_first_is_full(adapter):
         (torch.zeros(0, 3, 224, 224), r"must be images of \(3, 224, 224\)"),
         (torch.zeros(1, 3, 224, 200), r"must be images of .*got \(1, 3, 224, 200\)"),
         (torch.zeros(3, 224, 224), r"must be images of"),
+        (torch.zeros(1, 3, 224, 224, device="meta"), r"is on meta, the encoder on cpu"),
+        (torch.zeros(1, 3, 224, 224).to_sparse(), r"is torch.sparse_coo; pass a dense tensor"),
     ],
 )
 def test_a_wrong_image_is_refused_with_the_fix(adapter, pixels: Any, message: str):
