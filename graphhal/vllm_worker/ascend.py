@@ -62,7 +62,7 @@ def build(vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
     """
     if not wants_encoder_graphs(vllm_config):
         return None
-    has_protocol = hasattr(model, "encoder_cudagraph_forward")
+    has_protocol = model is None or hasattr(model, "encoder_cudagraph_forward")
     reason = _refusal(vllm_config, device, dtype, model, has_protocol)
     if reason is None:
         reason = reach_attention(model)
@@ -74,7 +74,9 @@ def build(vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
         log.warning("graphhal: %s: %s: %s", type(model).__name__, served, reason)
     if has_protocol:
         return None
-    return executor.EncoderGraphExecutor(vllm_config, device, dtype, model, None, Settings())
+    return executor.EncoderGraphExecutor(
+        vllm_config, device, dtype, model, None, Settings(), reason
+    )
 
 
 def _refusal(

@@ -27,7 +27,7 @@ from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, memory, touched, towers
 from graphhal.vllm_worker.limits import merged, most_tokens
 from graphhal.vllm_worker.metrics import Reporter
-from graphhal.vllm_worker.plugin import wants_encoder_graphs
+from graphhal.vllm_worker.plugin import join_vllms_log, wants_encoder_graphs
 from graphhal.vllm_worker.refusals import (
     KNOWN_MODALITIES,
     engine_refusal,
@@ -67,31 +67,36 @@ def build(
 ) -> "EncoderGraphExecutor | None":
     """An executor for a model, or None where vLLM's own manager shall serve it.
 
-    Arguments are those of vLLM's `EncoderCudaGraphManager`.
+    Arguments are those of vLLM's `EncoderCudaGraphManager`; where it was constructed with others,
+    what is missing is None.
 
     Raises:
         SettingsError: options are invalid, or vLLM's and graphhal's contradict each other.
     """
     if not wants_encoder_graphs(vllm_config):
         return None
-    # vLLM configures its own logger alone: lines of graphhal would be seen by nobody.
-    logging.getLogger("graphhal").parent = logging.getLogger("vllm")
-    has_protocol = hasattr(model, "encoder_cudagraph_forward")
+    join_vllms_log()
+    has_protocol = model is None or hasattr(model, "encoder_cudagraph_forward")
     problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
     if problem is None:
         settings = merged(towers.settings_of(vllm_config), vllm_config.compilation_config)
         try:
             platform = open_platform(settings.platform, settings)
             return EncoderGraphExecutor(vllm_config, device, dtype, model, platform, settings)
+        except SettingsError:
+            raise
         except NoPlatformError as error:
             problem = str(error)
+        except Exception as error:  # a name of vLLM that is looked up late, or a platform's code
+            log.debug("%s cannot be served", type(model).__name__, exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
     served = "vLLM's own encoder graphs serve it" if has_protocol else "it runs eagerly"
     if problem not in _said:
         _said.add(problem)
         log.warning("graphhal: %s is not served, %s: %s", type(model).__name__, served, problem)
     if has_protocol:
         return None
-    return EncoderGraphExecutor(vllm_config, device, dtype, model, None, Settings())
+    return EncoderGraphExecutor(vllm_config, device, dtype, model, None, Settings(), problem)
 
 
 def report() -> list[dict[str, Any]]:
@@ -112,6 +117,7 @@ class EncoderGraphExecutor:
         model: unwrapped.
         platform: None where nothing shall be served.
         settings: merged with vLLM's options.
+        refusal: why nothing shall be served; its groups are counted under it.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class EncoderGraphExecutor:
         model: Any,
         platform: Platform | None,
         settings: Settings,
+        refusal: str = "no platform",
     ) -> None:
         self.settings = settings
         self.name = type(model).__name__
@@ -134,9 +141,7 @@ class EncoderGraphExecutor:
         self._misses: dict[tuple[str, str], int] = {}
         self._served: list[ServedEncoder] = []
         self.refusal = (
-            "no platform"
-            if platform is None
-            else engine_refusal(vllm_config, model, _is_first_stage())
+            refusal if platform is None else engine_refusal(vllm_config, model, _is_first_stage())
         )
         if self.refusal is None and platform is not None:
             self._serve(model, platform, device, dtype)

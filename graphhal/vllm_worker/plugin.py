@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from inspect import signature
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -61,7 +62,8 @@ def install(vllm_config: Any = None) -> None:
     """
     register()
     module = import_module(ENCODER_CUDAGRAPH)
-    _replace_constructor(module.EncoderCudaGraphManager)
+    if not wants_encoder_graphs(vllm_config):  # else `register` has done so, or will
+        _replace_constructor(module)
     if vllm_config is not None:
         _admit(vllm_config)
 
@@ -141,7 +143,7 @@ def _imported(module: ModuleType) -> None:
         log.debug("%s: encoder graphs are off, nothing is replaced", module.__name__)
         return
     if module.__name__ == ENCODER_CUDAGRAPH:
-        _replace_constructor(module.EncoderCudaGraphManager)
+        _replace_constructor(module, logging.DEBUG if vllm_config is None else logging.WARNING)
     if vllm_config is not None:
         _admit(vllm_config)
     if vllm_config is not None and module.__name__ == ASCEND_WORKER:
@@ -150,16 +152,30 @@ def _imported(module: ModuleType) -> None:
         ascend.prepare_worker(vllm_config)
 
 
+def join_vllms_log() -> None:
+    """Let graphhal's lines go where vLLM's go: it configures its own logger alone."""
+    ours = logging.getLogger("graphhal")
+    ours.parent = logging.getLogger("vllm")
+    ours.setLevel(ours.level)  # loggers below remember which levels were off before
+
+
 def _admit(vllm_config: Any) -> None:
+    join_vllms_log()
     from graphhal.vllm_worker import towers
 
     towers.admit(vllm_config)
 
 
-def _replace_constructor(manager: type) -> None:
+def _replace_constructor(module: ModuleType, level: int = logging.WARNING) -> None:
+    """Args: the module; the level at which to say that it has no manager."""
+    manager = getattr(module, "EncoderCudaGraphManager", None)
+    if manager is None:
+        join_vllms_log()
+        log.log(level, "graphhal: vLLM is as it was: no EncoderCudaGraphManager in %s", module)
+        return
     if getattr(manager.__dict__.get("__new__"), "__func__", None) is _construct:
         return
-    manager.__new__ = staticmethod(_construct)  # type: ignore[assignment]
+    manager.__new__ = staticmethod(_construct)
     log.debug("%s.%s constructs graphhal's executor", manager.__module__, manager.__qualname__)
 
 
@@ -169,5 +185,10 @@ def _construct(cls: type, *args: Any, **kwargs: Any) -> Any:
 
     theirs = cls.__module__.partition(".")[0] == ascend.PACKAGE
     build: Callable[..., Any] = ascend.build if theirs else executor.build
-    made = build(*args, **kwargs)
+    try:
+        arguments = signature(build).bind(*args, **kwargs).arguments
+    except TypeError:  # no release that was read constructs it like this; `build` says so
+        known = dict.fromkeys(("device", "dtype", "model")) | {"vllm_config": config_in_sight()}
+        arguments = {name: kwargs.get(name, value) for name, value in known.items()}
+    made = build(**arguments)
     return object.__new__(cls) if made is None else made

@@ -47,6 +47,7 @@ Combine = Callable[
 ]
 
 _declared: set[type] = set()
+_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def settings_of(vllm_config: Any) -> Settings:
 
 
 def admit(vllm_config: Any) -> None:
-    """Let vLLM see the protocol in the opted-in classes that are imported by now. Idempotent."""
+    """Let vLLM see the protocol in the opted-in classes that are imported by now. Idempotent; where
+    vLLM has changed they stay as they are, with one loud line."""
     for name in settings_of(vllm_config).vllm_models:
         for module_name, class_name in OPT_IN[name]:
             module = sys.modules.get(module_name)
@@ -105,12 +107,20 @@ def admit(vllm_config: Any) -> None:
 
 
 def _declare(model_class: type) -> None:
+    if model_class in _declared:
+        return
+    name = model_class.__qualname__
+    problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
+    if problem is not None:
+        if problem not in _said:
+            _said.add(problem)
+            log.warning("graphhal: %s is not served, it runs eagerly: %s", name, problem)
+        return
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 
-    if model_class not in _declared:
-        _declared.add(model_class)
-        SupportsEncoderCudaGraph.register(model_class)
-        log.info("graphhal: %s gains encoder graphs (vllm_models)", model_class.__qualname__)
+    _declared.add(model_class)
+    SupportsEncoderCudaGraph.register(model_class)
+    log.info("graphhal: %s gains encoder graphs (vllm_models)", name)
 
 
 def encoders_of(

@@ -49,6 +49,19 @@ def test_registering_imports_neither_torch_nor_vllm() -> None:
     assert out.strip() == "[] 1"
 
 
+def test_levels_that_were_off_before_vllms_logger_was_joined_are_asked_again() -> None:
+    out = python(
+        "import logging\n"
+        "from graphhal.vllm_worker import plugin\n"
+        "logging.getLogger('vllm').setLevel(logging.INFO)\n"
+        "line = logging.getLogger('graphhal.vllm_worker.plugin')\n"
+        "before = line.isEnabledFor(logging.INFO)\n"
+        "plugin.join_vllms_log()\n"
+        "print(before, line.isEnabledFor(logging.INFO))"
+    )
+    assert out.strip() == "False True"
+
+
 def test_every_module_of_a_model_that_may_opt_in_is_watched() -> None:
     """One that is not would gain nothing where the runner was imported before it."""
     from graphhal.vllm_worker import plugin, towers
