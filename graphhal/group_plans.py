@@ -145,11 +145,11 @@ def check_items(adapter: EncoderAdapter, items: Sequence[ItemSpec]) -> None:
             raise AdapterError(
                 f"{adapter.name}: sizes of item {item.index} must be host integers, got {item}"
             )
-        counts = (item.rows, item.tokens + 1, *map(len, sequences), *chain(*sequences))
+        counts = (item.rows, item.frames, item.tokens + 1, *map(len, sequences), *chain(*sequences))
         if min(counts) < 1:
             raise AdapterError(
-                f"{adapter.name}: item {item.index} needs a row, no tokens below 0, and "
-                f"sequences of a row or more, got {item}"
+                f"{adapter.name}: item {item.index} needs a row and a frame, no tokens below 0, "
+                f"and sequences of a row or more, got {item}"
             )
         known = sets.setdefault(adapter.path(item), set(item.sequences))
         if known != set(item.sequences):

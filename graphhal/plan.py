@@ -219,16 +219,16 @@ class Planner:
 
     def plan(self, items: Sequence[ItemSpec]) -> Plan:
         """Cover the items exactly once, cheapest first where costs are known."""
-        group = tuple(items)
-        if not group:
-            return Plan(())
-        paths = {self._path_of(item) for item in group}
-        if len(paths) > 1:
-            parts = [tuple(i for i in group if self._path_of(i) == path) for path in sorted(paths)]
-            return Plan(tuple(chain.from_iterable(self.plan(part).steps for part in parts)))
+        parts: dict[str, list[ItemSpec]] = {}
+        for item in items:  # asked once: an item must be in one part whatever is answered
+            parts.setdefault(self._path_of(item), []).append(item)
+        plans = [self._plan_path(path, tuple(parts[path])) for path in sorted(parts)]
+        return Plan(tuple(chain.from_iterable(plan.steps for plan in plans)))
+
+    def _plan_path(self, path: str, group: tuple[ItemSpec, ...]) -> Plan:
         if self._refusal(group) is not None:
             return Plan((Eager(group, MissReason.REFUSED),))
-        ladder = self._ladders.get(next(iter(paths)), [])
+        ladder = self._ladders.get(path, [])
         whole = self._smallest(ladder, group)
         if isinstance(whole, Capacity):
             one = Plan((Replay(whole, group),))

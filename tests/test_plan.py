@@ -1,7 +1,7 @@
 """Capacity, planner and cost table: pure decisions, checked against what a plan must be."""
 
 from collections import Counter
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 from hypothesis import given, settings
@@ -386,6 +386,15 @@ def test_paths_are_planned_apart(policy):
         ("image", [0, 2]),
         ("video", [1]),
     ]
+
+
+def test_a_path_that_changes_while_it_is_asked_for_loses_no_item():
+    answers = cycle(("image", "video"))
+    ladder = [capacity(8), capacity(8, path="video")]
+    made = Planner(ladder, Policy.SINGLE, lambda item: next(answers), lambda items: None)
+    for items in (group(2), group(2, 2), group(1, 1, 1)):
+        steps = made.plan(items).steps
+        assert sorted(item.index for step in steps for item in step.items) == [*range(len(items))]
 
 
 def test_a_refusal_is_asked_for_each_path():

@@ -685,6 +685,7 @@ def test_an_adapter_that_cannot_stage_a_request_fails_it_alone(platform):
         ({"sequences": {"cu_seqlens": (4, 0), "cu_window_seqlens": (4,)}}, "item 0 needs a row"),
         ({"tokens": -1}, "item 0 needs a row"),
         ({"rows": 0}, "item 0 needs a row"),
+        ({"frames": 0, "splittable": True}, "item 0 needs a row and a frame"),
         ({"rows": torch.tensor(4)}, "sizes of item 0 must be host integers"),
         ({"tokens": torch.tensor(2)}, "sizes of item 0 must be host integers"),
         ({"tokens": 2.0}, "sizes of item 0 must be host integers"),

@@ -73,7 +73,7 @@ class Qwen3OmniAudio(EncoderAdapter):
         self.attention_tokens = self.window_tokens * (int(encoder.n_window_infer) // self.width)
         if self.attention_tokens < 1:
             raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
-        weight = encoder.conv_out.weight
+        weight = encoder.conv2d1.weight  # of a convolution: linear layers may be quantised
         self.device, self.dtype = weight.device, weight.dtype
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, ImageOps
 
 from graphhal.errors import InputError
 
@@ -75,7 +75,7 @@ def is_film(path: Path) -> bool:
 
 
 def read_image(path: Path, item: int) -> Image.Image:
-    """Decode a picture to RGB.
+    """Decode a picture to RGB, upright as its camera says.
 
     Raises:
         InputError: no such file, not a picture, or one of unknown range.
@@ -86,7 +86,7 @@ def read_image(path: Path, item: int) -> Image.Image:
             if mode.startswith("I;16"):  # Pillow would clip what is not black to white
                 picture = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             else:
-                picture = image.convert("RGB")
+                picture = _upright(image).convert("RGB")
     except Image.DecompressionBombError as error:
         raise InputError(f"{path} is too large a picture ({error}); scale it down", item) from error
     except (OSError, ValueError, SyntaxError) as error:
@@ -100,6 +100,14 @@ def read_image(path: Path, item: int) -> Image.Image:
             item,
         )
     return picture
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """As the camera was held; as it lies in the file where that note is broken."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # noqa: BLE001  (Pillow raises many kinds; the picture itself may be fine)
+        return image
 
 
 def read_film(path: Path, item: int, frames_per_second: float, most: int) -> list[Image.Image]:

@@ -367,6 +367,18 @@ def test_attention_windows_come_from_the_configuration(platform_stub, encode):
     torch.testing.assert_close(ours, ordinary_output(ordinary, request), rtol=0, atol=1e-6)
 
 
+def test_linear_layers_need_no_weight_tensor(tower):
+    """Of a quantised layer `weight` is a function."""
+
+    class Packed(torch.nn.Module):
+        def weight(self) -> None: ...
+
+    encoder = copy.deepcopy(tower[1])
+    encoder.conv_out = Packed()
+    adapter = FACTORY.wrap(encoder)
+    assert (adapter.device, adapter.dtype) == (CPU, torch.float32)
+
+
 def test_the_full_preset_has_the_published_sizes():
     config = FACTORY.presets["full"]()
     sizes = (config.encoder_layers, config.d_model, config.output_dim, config.n_window)

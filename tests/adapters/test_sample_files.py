@@ -61,6 +61,26 @@ def test_sixteen_bits_keep_their_greys(tmp_path: Path) -> None:
     assert np.array_equal(read, np.repeat((grey >> 8)[:, :, None], 3, axis=2))
 
 
+def test_a_photograph_that_was_held_upright_stands_upright(tmp_path: Path) -> None:
+    lying = Image.new("RGB", (64, 48))
+    lying.paste((255, 0, 0), (0, 0, 32, 48))
+    exif = lying.getexif()
+    exif[0x0112] = 6  # orientation: turn by 90 degrees to see it as it was taken
+    lying.save(tmp_path / "phone.png", exif=exif)
+    read = np.asarray(read_image(tmp_path / "phone.png", 0))
+    assert read.shape == (64, 48, 3)
+    assert (read[:32, :, 0] == 255).all()
+    assert (read[32:, :, 0] == 0).all()
+
+
+@pytest.mark.parametrize("note", [b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12", b"no note at all"])
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_broken_note_of_the_camera_spoils_no_picture(tmp_path: Path, note: bytes) -> None:
+    picture = Image.new("RGB", (64, 48), (9, 8, 7))
+    picture.save(tmp_path / "phone.png", exif=note)
+    assert np.array_equal(read_image(tmp_path / "phone.png", 0), picture)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_pictures_of_unknown_range_are_refused(tmp_path: Path, dtype: type[np.generic]) -> None:
     Image.fromarray(np.full((8, 8), 70_000, dtype=dtype)).save(tmp_path / "raw.tiff")
