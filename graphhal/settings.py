@@ -215,7 +215,7 @@ class Settings(BaseSettings):
         blank = isinstance(value, str) and not value.strip()
         return cls.model_fields[str(info.field_name)].default if blank else value
 
-    @field_validator("platform")
+    @field_validator("platform", "stats_file")
     @classmethod
     def _blank_is_no_name(cls, value: str | None) -> str | None:
         return value or None

@@ -145,6 +145,11 @@ def test_truth_in_text_is_no_number():
         Settings(token_budgets="[true, 8]")
 
 
+def test_a_blank_variable_names_no_file(monkeypatch):
+    monkeypatch.setenv("GRAPHHAL_STATS_FILE", " ")
+    assert Settings().stats_file is None
+
+
 def test_a_blank_variable_asks_for_the_default_ladder(monkeypatch):
     monkeypatch.setenv("GRAPHHAL_TOKEN_BUDGETS", " ")
     monkeypatch.setenv("GRAPHHAL_AUDIO_CHUNKS", "")

@@ -30,6 +30,7 @@ from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import join_vllms_log, wants_encoder_graphs
 from graphhal.vllm_worker.refusals import (
     KNOWN_MODALITIES,
+    SIGHT_KEYS,
     engine_refusal,
     own_code_fails,
     request_refusal,
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features")
 """Keys that carry sound; films may have others with `audio` in their names."""
-SIGHT_KEYS = ("pixel_values", "pixel_values_videos")
-"""Keys that carry pictures and films of models with several encoders."""
 
 MARKS = (
     ("video", "video"),

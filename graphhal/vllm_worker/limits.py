@@ -48,22 +48,31 @@ def merged(settings: Settings, compilation: Any) -> Settings:
     """Settings with vLLM's encoder-graph options in them.
 
     Raises:
-        SettingsError: both sides set one option, differently.
+        SettingsError: both sides set one option, differently; or vLLM's is a number that none can
+            be.
     """
     changes: dict[str, Any] = {}
     theirs = tuple(sorted(set(getattr(compilation, BUDGETS.rpartition(".")[2], None) or ())))
     if theirs:
+        _at_least(1, theirs[0], BUDGETS, theirs)
         _agree(settings, "token_budgets", theirs, BUDGETS)
         changes["token_budgets"] = theirs
     items = getattr(compilation, ITEMS.rpartition(".")[2], None)
     if items:
+        _at_least(0, items, ITEMS, items)
         _agree(settings, "max_items", items, ITEMS)
         changes["max_items"] = items
     frames = getattr(compilation, FRAMES.rpartition(".")[2], None)
     if frames is not None:  # 0 is a number here: no films
+        _at_least(0, frames, FRAMES, frames)
         _agree(settings, "max_frames", frames, FRAMES)
         changes["max_frames"] = frames
     return settings.model_copy(update=changes)
+
+
+def _at_least(least: int, smallest: int, name: str, value: Any) -> None:
+    if smallest < least:
+        raise SettingsError(f"vLLM's {name} is {_shown(value)}; whole numbers from {least} on")
 
 
 def _agree(settings: Settings, name: str, theirs: Any, their_name: str) -> None:

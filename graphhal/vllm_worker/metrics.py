@@ -5,7 +5,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -20,18 +21,23 @@ class Prometheus:
     """Counters and gauges that appear on vLLM's `/metrics`.
 
     vLLM collects from worker processes where `PROMETHEUS_MULTIPROC_DIR` is set, as it is with
-    several API servers; workers inherit it. Without the package nothing is published.
+    several API servers; workers inherit it. Without the package nothing is published, nor where the
+    client fails (a folder that is gone, another's metric of the name): the engine goes on.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._published: Counter[tuple[str, ...]] = Counter()
+        self._works = False
         try:
             import prometheus_client
         except ImportError:
             log.debug("prometheus_client is not installed; no metrics are published")
-            self._hits = self._misses = self._replays = self._rows = None
             return
+        with self._or_none():
+            self._make(prometheus_client)
+
+    def _make(self, prometheus_client: Any) -> None:
         self._hits = _metric(
             prometheus_client.Counter,
             "graphhal_encoder_hits",
@@ -76,18 +82,32 @@ class Prometheus:
             ("model",),
             multiprocess_mode="livesum",
         )
+        self._works = True
+
+    @contextmanager
+    def _or_none(self) -> Iterator[None]:
+        """Where the client fails, nothing is published from then on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (the client's code)
+            self._works = False
+            log.warning("graphhal: no metrics are published: %s: %s", type(error).__name__, error)
 
     def held(self, graphs: int, num_bytes: int) -> None:
         """Publish what is there: after capture, after graphs were given up, after the release."""
-        if self._hits is not None:
-            self._graphs.labels(self._model).set(graphs)
-            self._bytes.labels(self._model).set(num_bytes)
+        if self._works:
+            with self._or_none():
+                self._graphs.labels(self._model).set(graphs)
+                self._bytes.labels(self._model).set(num_bytes)
 
     def served(self, stats: Mapping[str, Any]) -> None:
         """Publish what changed since the last call; `stats` is `EncoderGraphExecutor.stats()`."""
-        if self._hits is None:
-            return
         self.held(stats["graph_count"], stats["graph_bytes"])
+        if self._works:
+            with self._or_none():
+                self._count(stats)
+
+    def _count(self, stats: Mapping[str, Any]) -> None:
         for modality, count in stats["hits"].items():
             self._add(self._hits, count, modality)
         for modality, reasons in stats["misses"].items():
@@ -219,7 +239,7 @@ class Reporter:
             return
         try:
             self._file.write_text(json.dumps(stats, indent=1) + "\n")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no name for a file
             log.warning("graphhal: %s cannot be written: %s", self._file, error)
             self._file = None
 

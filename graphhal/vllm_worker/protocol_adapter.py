@@ -24,6 +24,7 @@ from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule, tower_modules
 from graphhal.vllm_worker.protocol_buffers import BOUNDS, MARKER, ProtocolBuffers, safe_bound
 from graphhal.vllm_worker.protocol_staging import copies
+from graphhal.vllm_worker.refusals import SIGHT_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class ProtocolAdapter(EncoderAdapter):
         self._sought_grid = False
         self._host_values: Mapping[str, torch.Tensor] = {}
         self._scatters_only = dialect.scatters_only(model)
+        self._is_only_path = len(dialect.paths(self.config)) == 1
         self._budgets: tuple[int, ...] | None = None
 
     def prepare(self, platform: Platform) -> None:
@@ -133,6 +135,8 @@ class ProtocolAdapter(EncoderAdapter):
             raise InputError(f"{self.name} sizes no such items: {error!r}") from error
 
     def _own_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
+        if all(mm_kwargs.get(key) is not None for key in SIGHT_KEYS):
+            raise ValueError("pictures and films in one group")
         only = self.modalities[0] if len(self.modalities) == 1 else None
         modality = only or self.model.get_input_modality(mm_kwargs)
         axes = self._axes_of(mm_kwargs)
@@ -142,6 +146,8 @@ class ProtocolAdapter(EncoderAdapter):
             tokens = self.dialect.path_tokens(spec, self.path_name)
             if tokens >= NEVER:
                 raise ValueError(f"item {position} is never to be in a graph")
+            if not tokens and self._is_only_path:
+                raise ValueError(f"item {position} has no tokens")
             if tokens:
                 place = (position, len(every))
                 specs.append(self._item(len(specs), modality, tokens, place, axes))

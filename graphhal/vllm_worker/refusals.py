@@ -9,6 +9,8 @@ from graphhal.settings import Settings
 
 KNOWN_MODALITIES = ("audio", "image", "video", "vision_chunk")
 """What vLLM's runners call the modality of a group."""
+SIGHT_KEYS = ("pixel_values", "pixel_values_videos")
+"""Keys that carry pictures and films; a group of a runner's has one of them."""
 
 
 def engine_refusal(vllm_config: Any, model: Any, is_first_stage: bool) -> str | None:

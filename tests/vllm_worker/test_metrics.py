@@ -81,6 +81,37 @@ def test_counters_of_a_worker_appear_in_another_process(tmp_path: Path) -> None:
     assert 'graphhal_encoder_graph_bytes{model="N"} 0.0' in text
 
 
+@pytest.mark.parametrize("why", ["no folder", "a name that is taken"])
+def test_metrics_that_cannot_be_published_end_no_worker(tmp_path: Path, why: str) -> None:
+    """A folder of an engine that has ended, or another's metric."""
+    pytest.importorskip("prometheus_client")
+    code = (
+        "import json, logging, sys\n"
+        "logging.basicConfig(stream=sys.stdout, level='WARNING')\n"
+        "if sys.argv[2]:\n"
+        "    import prometheus_client\n"
+        "    prometheus_client.Counter('graphhal_encoder_misses', 'text', ('model',))\n"
+        "from graphhal.vllm_worker.metrics import Reporter\n"
+        "reporter = Reporter('M', 0, None)\n"
+        "stats = json.loads(sys.argv[1])\n"
+        "reporter.captured(stats)\n"
+        "reporter.served(stats)\n"
+        "reporter.served(stats, final=True)\n"
+        "reporter.released()\n"
+    )
+    environment = dict(os.environ)
+    if why == "no folder":
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path / "absent")
+    taken = "" if why == "no folder" else "taken"
+    found = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(STATS), taken],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    (line,) = found.stdout.splitlines()
+    assert "no metrics are published: " in line
+
+
 class Source:
     """Whose counters are reported."""
 

@@ -93,6 +93,21 @@ def test_a_conflict_is_an_error_that_names_both(
     assert all(name in str(raised.value) for name in names)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"encoder_cudagraph_token_budgets": [64, 0]}, r"budgets is \[0, 64\]; .* from 1 on"),
+        ({"encoder_cudagraph_token_budgets": [-1]}, r"budgets is \[-1\]; .* from 1 on"),
+        ({"encoder_cudagraph_max_vision_items_per_batch": -3}, "batch is -3; .* from 0 on"),
+        ({"encoder_cudagraph_max_frames_per_batch": -1}, "batch is -1; .* from 0 on"),
+    ],
+)
+def test_sizes_that_none_can_be_are_an_error(theirs: dict[str, Any], said: str) -> None:
+    """They would cost all graphs, by a division by zero far from the option."""
+    with pytest.raises(SettingsError, match=rf"^vLLM's compilation_config\..*{said}"):
+        merged(Settings(), compilation(**theirs))
+
+
 def test_the_environment_conflicts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHHAL_MAX_ITEMS", "2")
     with pytest.raises(SettingsError, match="max_items is 2"):

@@ -311,6 +311,23 @@ def test_an_item_of_several_paths_counts_once(engine: Any) -> None:
     assert stats["replays"]["TwoPaths_global/global[16]"] == 1
 
 
+def test_items_that_a_graph_would_leave_out_are_for_eager(engine: Any) -> None:
+    """One without tokens has an output all the same; films beside pictures have theirs."""
+    from protocol_models import Base, spec
+
+    model = Base()
+    served = executor_for(engine, model)
+    pixels = torch.randn(2, 4, 8)
+    assert served.execute({"pixel_values": pixels, "pixel_values_videos": pixels}) is None
+    model.get_encoder_cudagraph_item_specs = lambda _: [spec(4, 4), spec(0, 0)]  # type: ignore[method-assign]
+    assert served.execute({"pixel_values": pixels}) is None
+    reasons = served.stats()["misses"]
+    assert {reason for of in reasons.values() for reason in of} == {
+        "inputs that the adapter does not know"
+    }
+    assert served.stats()["graph_hits"] == 0
+
+
 def pictures(*sizes: tuple[int, int]) -> dict[str, torch.Tensor]:
     rows = sum(h * w for h, w in sizes)
     return {"pixel_values": torch.randn(rows, 8), "image_grid_hws": torch.tensor(sizes)}
