@@ -111,6 +111,13 @@ class Execution:
             return items
         raise CaptureError(f"{capacity.key}: no worst case of {self._adapter.name} fits")
 
+    def _capture_case(self, capacity: Capacity) -> tuple[ItemSpec, ...]:
+        # Kernels that take boundaries themselves are captured, and sized, with the longest ones.
+        items = self._adapter.capture_case(capacity) if self._update_first else None
+        if items is None or not self.fits(capacity, items):
+            return self.fullest(capacity)
+        return items
+
     def prepare(
         self, entry: Entry, items: tuple[ItemSpec, ...], starts: Sequence[int]
     ) -> PreparedReplay:
@@ -135,7 +142,7 @@ class Execution:
         packed: torch.Tensor,
     ) -> Mapping[str, Boundaries]:
         """Fill static inputs with the exactly full example; returns its boundaries."""
-        items = self.fullest(capacity)
+        items = self._capture_case(capacity)
         update = self._host_update(capacity, layout, items)
         example = self._adapter.example(items, seed=0)
         with self._platform.step("reference", None, inputs, update.boundaries) or _NOTHING:

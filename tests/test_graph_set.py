@@ -97,6 +97,24 @@ def test_the_request_reads_what_the_report_says(caplog):
             assert made.inputs[name].numel() == capacity.sequences[name].slots + 1
 
 
+@pytest.mark.parametrize(
+    ("order", "fits", "longest"), [("before", True, 8), ("before", False, 16), ("after", True, 16)]
+)
+def test_graphs_are_captured_with_the_adapters_cheap_case(order, fits, longest):
+    """Unless it does not fit, or kernels are captured with the boundaries themselves."""
+
+    class Cheap(ToyEncoder):
+        def capture_case(self, capacity):
+            rows = [8] * (capacity.rows // 8) if fits else [capacity.rows + 8]
+            return self._group(capacity.key.path, rows)
+
+    graphs = graphs_on(PlainPlugin(), Cheap(budgets=(8,)), info={"boundary_order": order})
+    assert not graphs.capture().dropped
+    (entry,) = graphs._graphs.entries.values()
+    found = {name: max(b.lengths) for name, b in entry.graph.request.boundaries.items()}
+    assert found["cu_seqlens"] == longest
+
+
 # Memory limits -------------------------------------------------------------------------------
 
 

@@ -357,6 +357,12 @@ class Qwen3OmniVision(EncoderAdapter):
                 request[grid_key] = [[item.frames, *_frame_size(item)] for item in own]
         return request
 
+    def capture_case(self, capacity: Capacity) -> tuple[ItemSpec, ...] | None:
+        """As many pictures, or films of one frame, as fit, nearly equally large."""
+        share, more = divmod(capacity.tokens, capacity.items)
+        sizes = [(1, share + (n < more)) for n in range(capacity.items)]
+        return self._items_of(capacity.key.path, sizes)
+
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
         """Full, one token short, many short sequences at full and at low load."""
         budget, items = capacity.tokens, capacity.items

@@ -129,6 +129,20 @@ class VllmQwenVision(Qwen3OmniVision):
                 return f"{h} x {w} patches are more than the rotary table's {known}"
         return None
 
+    def capture_case(self, capacity: Capacity) -> tuple[ItemSpec, ...] | None:
+        """As for the encoder, if the rotary table reaches it."""
+        items = super().capture_case(capacity)
+        return items if items is not None and self.refusal(items) is None else None
+
+    def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
+        """As for the encoder, but for pictures that the rotary table does not reach: looking up a
+        row that it lacks would end a CUDA process."""
+        reached = [i for i in super().worst_cases(capacity) if self.refusal(i) is None]
+        even = self.capture_case(capacity)
+        if even is not None and even not in reached:
+            reached.append(even)
+        return sorted(reached, key=lambda items: sum(i.tokens for i in items), reverse=True)
+
     def _axis_taps(self, size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """As vLLM has it: the outer places of both grids lie on each other."""
         last = np.float32(self.table_side - 1)
