@@ -119,9 +119,9 @@ class EncoderAdapter(ABC):
         sequences, the longest sequence. The exactly full one comes first; each must fit."""
 
     def capture_case(self, capacity: Capacity) -> tuple[ItemSpec, ...] | None:
-        """An exactly full group to warm up and capture with, whose attention is cheap: one sequence
-        as long as a large graph takes the card half a second. None: the first worst case. Asked
-        where boundaries are data of the graph; what they may become is checked afterwards."""
+        """An exactly full group to warm up and capture with, whose attention is cheap: work grows
+        with the square of a sequence's length. None: the first worst case. Asked where boundaries
+        are data of the graph; what they may become is checked afterwards."""
         return None
 
     def eager_inputs(
