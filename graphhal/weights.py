@@ -16,6 +16,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from graphhal.errors import CaptureError
+
 WHOLE = 128
 """A tower of at most so many tensors is checked whole on every request: 10 µs or less."""
 WINDOW = 16
@@ -67,6 +69,9 @@ class WeightWatch:
     Args:
         modules: the roots.
         kept: where the host keeps them: owner, attribute, module.
+
+    Raises:
+        CaptureError: TorchScript cannot be watched.
     """
 
     def __init__(
@@ -80,6 +85,11 @@ class WeightWatch:
         self._hooks: list[Mapping[Any, Any]] = []
         for root in modules:
             for module in root.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise CaptureError(
+                        f"{type(module).__name__} keeps its weights where nobody sees them move; "
+                        "pass the module that TorchScript was made of"
+                    )
                 hooks = (module._forward_pre_hooks, module._forward_hooks)
                 self._hooks += hooks
                 for table in (module._modules, module._parameters, module._buffers, *hooks):

@@ -1,6 +1,7 @@
 """The commands, run in process on the reference platform with small ladders."""
 
 import base64
+import io
 import json
 import re
 from collections import Counter
@@ -16,7 +17,8 @@ from typer.testing import CliRunner, Result
 
 import graphhal
 from graphhal.bench import measure, workload
-from graphhal.cli.app import app
+from graphhal.cli import screen
+from graphhal.cli.app import app, main
 from graphhal.hookspecs import hookimpl
 from graphhal.runner import EncoderGraphs
 from graphhal.stats import Statistics
@@ -79,6 +81,21 @@ def test_platforms_table_names_the_active_one(monkeypatch: pytest.MonkeyPatch) -
     result = run("platforms")
     assert result.exit_code == 0
     assert "active: cpu" in result.stdout
+
+
+def test_tables_go_nowhere_where_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert app(["platforms"], standalone_mode=False) is None
+
+
+def test_an_output_of_few_characters_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr("sys.argv", ["graphhal", "plan", *SMALL, "--tower", AUDIO])
+    monkeypatch.setattr(screen, "human_bytes", lambda count: "½ MiB")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    assert b"? MiB" in written.getvalue()
 
 
 def test_platforms_diagnoses_where_none_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:

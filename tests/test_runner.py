@@ -899,6 +899,19 @@ def test_weights_made_by_the_first_forward_are_not_rebound(platform):
     assert misses(graphs) == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_whose_weights_nobody_sees_runs_eagerly(platform):
+    class Scripted(ToyEncoder):
+        def modules(self):
+            return (self.tower, torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)))
+
+    graphs = EncoderGraphs(Scripted(), platform, Settings())
+    graphs.capture()
+    assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {MissReason.NO_GRAPHS: 1}
+    assert "keeps its weights where nobody sees them move" in graphs.report.dropped[0].reason
+
+
 def test_check_weights_tells_and_clears(platform):
     graphs = serve(platform)
     assert graphs.check_weights()

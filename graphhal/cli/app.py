@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -80,4 +82,7 @@ def options(
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # of few characters, or closed and None
+            stream.reconfigure(errors="replace")
     app()

@@ -7,7 +7,7 @@ import logging
 import sys
 from contextlib import contextmanager
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -25,8 +25,9 @@ PLAIN_WIDTH = 160
 
 
 def console(stderr: bool = False) -> Console:
-    """Where tables go; as wide as the terminal, or `PLAIN_WIDTH`."""
-    width = None if (sys.stderr if stderr else sys.stdout).isatty() else PLAIN_WIDTH
+    """Where tables go; as wide as the terminal, or `PLAIN_WIDTH`; nowhere, where that is closed."""
+    stream: TextIO | None = sys.stderr if stderr else sys.stdout
+    width = None if stream is not None and stream.isatty() else PLAIN_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
