@@ -25,7 +25,7 @@ from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, memory, touched, towers
-from graphhal.vllm_worker.limits import merged, most_tokens
+from graphhal.vllm_worker.limits import merged, most_tokens, with_free_slots
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import join_vllms_log, wants_encoder_graphs
 from graphhal.vllm_worker.refusals import (
@@ -79,6 +79,7 @@ def build(
     problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
     if problem is None:
         settings = merged(towers.settings_of(vllm_config), vllm_config.compilation_config)
+        settings = with_free_slots(settings, model)
         try:
             platform = open_platform(settings.platform, settings)
             return EncoderGraphExecutor(vllm_config, device, dtype, model, platform, settings)

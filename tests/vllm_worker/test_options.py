@@ -5,11 +5,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from graphhal.errors import SettingsError
 from graphhal.settings import Settings
 from graphhal.vllm_worker import refusals
-from graphhal.vllm_worker.limits import dense_budgets, limits_of, merged, most_tokens
+from graphhal.vllm_worker.limits import (
+    dense_budgets,
+    limits_of,
+    merged,
+    most_tokens,
+    with_free_slots,
+)
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
 
 
@@ -119,6 +126,45 @@ def test_equal_options_are_no_conflict() -> None:
         Settings(token_budgets=[64, 128]), compilation(encoder_cudagraph_token_budgets=[128, 64])
     )
     assert settings.token_budgets == (64, 128)
+
+
+class MMEncoderAttention(torch.nn.Module):
+    """As vLLM's, in what is asked of it."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.attn_backend = types.SimpleNamespace(name=backend)
+
+
+class AnotherAttention(MMEncoderAttention):
+    """A fork's."""
+
+
+class Attention(torch.nn.Module):
+    """The text model's: its backend is a class."""
+
+    attn_backend = dict
+
+
+@pytest.mark.parametrize(
+    ("layers", "own", "items"),
+    [
+        ([MMEncoderAttention("FLASH_ATTN")], {}, 64),
+        ([AnotherAttention("ROCM_AITER_FA"), Attention()], {}, 64),
+        ([MMEncoderAttention("FLASH_ATTN")], {"max_items": 8}, 8),
+        ([MMEncoderAttention("FLASH_ATTN"), MMEncoderAttention("TRITON_ATTN")], {}, 8),
+        ([MMEncoderAttention("TORCH_SDPA")], {}, 8),
+        ([Attention()], {}, 8),
+        ([], {}, 8),
+    ],
+)
+def test_graphs_take_as_many_items_as_vllms_where_slots_are_free(
+    layers: list[torch.nn.Module], own: dict[str, Any], items: int
+) -> None:
+    model = torch.nn.Sequential(*layers)
+    assert with_free_slots(merged(Settings(**own), compilation()), model).max_items == items
+    theirs = compilation(encoder_cudagraph_max_vision_items_per_batch=3)
+    assert with_free_slots(merged(Settings(), theirs), model).max_items == 3
 
 
 def test_unknown_option_in_additional_config() -> None:

@@ -1,4 +1,4 @@
-"""vLLM's towers look their rotary embedding up in a table; a place beyond it ends a CUDA process."""
+"""vLLM's towers look rotary embeddings up in a table; a place beyond it ends a CUDA process."""
 
 from typing import Any
 

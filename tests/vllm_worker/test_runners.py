@@ -142,6 +142,29 @@ def test_what_no_graph_holds_goes_to_embed_multimodal(engine: Any) -> None:
     assert manager.stats()["misses"] == {"image": {"more rows than the largest graph": 2}}
 
 
+@pytest.mark.parametrize("adapter", ["own", "protocol"])
+@pytest.mark.parametrize("free", [True, False])
+def test_a_step_of_many_pictures_is_replayed_where_slots_are_free(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, adapter: str, free: bool
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import limits
+
+    if free:
+        monkeypatch.setattr(limits, "FREE_SLOTS", ("TORCH_SDPA",))
+    engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = 0
+    engine.additional_config["graphhal"]["vllm_adapter"] = adapter
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    assert not manager.stats()["dropped"]
+    group = on_cpu.image_group(model, [[1, 4, 4], [1, 2, 2]] * 12)
+    ours, eager = manager.execute(group), model.embed_multimodal(**group)
+    assert (ours is not None) == free
+    assert ours is None or worst(ours, eager) < 1e-5
+
+
 def test_pre_computed_embeddings_are_never_replayed(engine: Any) -> None:
     import vllm_on_cpu as on_cpu
 
