@@ -141,7 +141,7 @@ class Settings(BaseSettings):
         token_budgets: token budgets of image and video graphs; by default a dense ladder.
         max_tokens: largest token budget of that default ladder.
         audio_chunks: chunk counts of audio graphs (a list, a range `1-64`).
-        max_items: items in one graph, at most; in vLLM workers 64 where empty sequences cost nothing.
+        max_items: items in one graph, at most; in vLLM workers 64 where empty sequences are free.
         max_frames: video frames in one graph, at most.
         memory_limit: bytes (`650MiB`) or fraction of free device memory (`10%`, 0.1) that graphs
             may take; what does not fit is dropped, named, and runs eagerly.
