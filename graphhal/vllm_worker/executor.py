@@ -79,9 +79,9 @@ def build(
     problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
     if problem is None:
         settings = merged(towers.settings_of(vllm_config), vllm_config.compilation_config)
-        settings = with_free_slots(settings, model)
         try:
             platform = open_platform(settings.platform, settings)
+            settings = with_free_slots(settings, model)
             return EncoderGraphExecutor(vllm_config, device, dtype, model, platform, settings)
         except SettingsError:
             raise
