@@ -6,11 +6,19 @@ from typing import Any
 import torch
 
 from graphhal.settings import Settings
+from graphhal.vllm_worker.touched import INTERFACES, PROTOCOL
 
 KNOWN_MODALITIES = ("audio", "image", "video", "vision_chunk")
 """What vLLM's runners call the modality of a group."""
 SIGHT_KEYS = ("pixel_values", "pixel_values_videos")
 """Keys that carry pictures and films; a group of a runner's has one of them."""
+EAGER_STEPS = (
+    "embed_multimodal",
+    "_parse_and_validate_multimodal_inputs",
+    *(f"_parse_and_validate_{each}_input" for each in ("image", "video", "audio")),
+    *(f"_process_{each}_input" for each in ("image", "video", "audio")),
+)
+"""Methods through which vLLM's models encode eagerly, and which graphs go past."""
 
 
 def engine_refusal(vllm_config: Any, model: Any, is_first_stage: bool) -> str | None:
@@ -42,6 +50,24 @@ def engine_refusal(vllm_config: Any, model: Any, is_first_stage: bool) -> str | 
         )
     if multimodal is None:
         return "the model has no multimodal configuration"
+    return _outgrown(type(model))
+
+
+def _outgrown(model_class: type) -> str | None:
+    """Why a model's code for graphs is not that of its eager encoding, or None: a class that was
+    derived changed how it encodes, and inherited how graphs are fed."""
+    names = {name.rpartition(".")[2] for name in PROTOCOL if "." in name.partition(":")[2]}
+    classes = model_class.__mro__
+    aware = next((n for n, each in enumerate(classes) if names & vars(each).keys()), 0)
+    for step in EAGER_STEPS:
+        owner = next((each for each in classes[:aware] if step in vars(each)), None)
+        theirs = getattr(classes[aware], step, None)
+        # A mixin that has code for graphs alone inherits at most the stub of vLLM's interface.
+        if owner is not None and theirs is not None and theirs.__module__ != INTERFACES:
+            return (
+                f"{owner.__name__}.{step} is its own, but its code for graphs that of "
+                f"{classes[aware].__name__}"
+            )
     return None
 
 

@@ -19,7 +19,12 @@ from graphhal.vllm_worker import compatibility, touched
 from graphhal.vllm_worker.limits import Limits, limits_of
 from graphhal.vllm_worker.protocol import Dialect
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
-from graphhal.vllm_worker.refusals import KNOWN_MODALITIES, enabled_modalities, misnamed
+from graphhal.vllm_worker.refusals import (
+    EAGER_STEPS,
+    KNOWN_MODALITIES,
+    enabled_modalities,
+    misnamed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -272,19 +277,25 @@ def _opted_in(model: Any) -> tuple[str, type] | None:
 
 
 def _check_thinker(thinker: Any) -> None:
-    """Raise `AdapterError` where graphs would leave out what a thinker does to encode."""
+    """Raise `AdapterError` where a thinker's towers are not the ones that were read."""
     changed = compatibility.drifts(touched.QWEN3_OMNI)
     changed += compatibility.drifts(touched.QWEN3_OMNI, type(thinker).__module__)
     if changed:
         raise AdapterError(str(changed[0]))
-    opted = _opted_in(thinker)
-    for step in ("_process_image_input", "_process_video_input", "_process_audio_input"):
-        own = getattr(type(thinker), step, None)
+    _check_encoding(thinker)
+
+
+def _check_encoding(model: Any) -> None:
+    """Raise `AdapterError` where graphs would leave out what a derived model does to encode."""
+    opted = _opted_in(model)
+    for step in EAGER_STEPS:
+        own = getattr(type(model), step, None)
         if opted is not None and own is not getattr(opted[1], step, None):
-            raise AdapterError(f"{type(thinker).__qualname__}.{step} is not the one that was read")
+            raise AdapterError(f"{type(model).__qualname__}.{step} is not the one that was read")
 
 
 def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings) -> list[Encoder]:
+    _check_encoding(model)
     if name == "covo_audio":
         return _covo_encoders(model, vllm_config, settings)
     inner: Any = model

@@ -37,6 +37,23 @@ def later_stage(engine: Any, model: Any) -> None:
     parallel_state.get_pp_group().ranks = [-1, *parallel_state.get_pp_group().ranks]
 
 
+def derived(engine: Any, model: Any) -> None:
+    def louder(self: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * part for part in kind.embed_multimodal(self, **kwargs))
+
+    kind = type(model)
+    model.__class__ = type("Louder", (kind,), {"embed_multimodal": louder})
+
+
+def parsing_anew(engine: Any, model: Any) -> None:
+    def darker(self: Any, **kwargs: Any) -> Any:
+        pixels = kwargs.pop("pixel_values") / 2
+        return kind._parse_and_validate_image_input(self, pixel_values=pixels, **kwargs)
+
+    kind = type(model)
+    model.__class__ = type("Darker", (kind,), {"_parse_and_validate_image_input": darker})
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -45,6 +62,8 @@ def later_stage(engine: Any, model: Any) -> None:
         (dynamic_fp8, "dynamic scales"),
         (eager_enforced, "enforce_eager is on"),
         (later_stage, "only the first pipeline rank encodes"),
+        (derived, "Louder.embed_multimodal is its own"),
+        (parsing_anew, "Darker._parse_and_validate_image_input is its own"),
     ],
 )
 def test_refused_engines_run_eagerly_and_count_why(
@@ -63,6 +82,44 @@ def test_refused_engines_run_eagerly_and_count_why(
     ours = on_cpu.run_v2(model, manager, groups)
     assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
     assert manager.stats()["misses"] == {"image": {manager.refusal: 2}}
+
+
+def test_a_class_that_brings_its_own_code_for_graphs_is_served(engine: Any) -> None:
+    """Or mixes it in, as DeepSeek V4.1 and MiniMax M3 do."""
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker.refusals import _outgrown
+
+    model = on_cpu.qwen3_vl(engine)
+    kind = type(model)
+    new = {
+        "embed_multimodal": lambda self, **_: (),
+        "encoder_cudagraph_forward": lambda self, *_: None,
+    }
+    mixin = type("Graphs", (), {"encoder_cudagraph_forward": lambda self, *_: None})
+    whole = type("Mixed", (mixin,), {"embed_multimodal": lambda self, **_: ()})
+    for made in (kind, type("Whole", (kind,), new), type("Same", (kind,), {}), whole):
+        assert _outgrown(made) is None, made
+
+
+@pytest.mark.parametrize("step", ["embed_multimodal", "_parse_and_validate_audio_input"])
+def test_a_thinker_that_is_derived_and_encodes_in_its_own_way_has_no_graphs(
+    engine: Any, step: str
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import plugin
+
+    engine.additional_config["graphhal"]["vllm_models"] = "qwen3_omni"
+    model = on_cpu.qwen3_omni(engine)
+    plugin.install(engine)
+    kind = type(model)
+    own = getattr(kind, step)
+    model.__class__ = type("Derived", (kind,), {step: lambda self, **kwargs: own(self, **kwargs)})
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    assert manager.refusal == f"Derived.{step} is not the one that was read"
+    assert manager.execute(on_cpu.audio_group(model, [230])) is None
 
 
 @pytest.mark.parametrize(
