@@ -1,12 +1,71 @@
 """The installed vLLM is compared with the releases that were read."""
 
+import importlib
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ci import vllm_signatures
 from graphhal.vllm_worker import compatibility, touched
+
+MANAGER_METHODS = [name.rpartition(".")[2] for name in touched.MANAGER[1:]]
+
+
+def arguments(spelled: str) -> list[str]:
+    return [each.rstrip("=") for each in spelled.strip("()").split(", ")]
+
+
+@pytest.mark.parametrize("release", ["0.26.0", "0.31.0", "0.32.0", "0.33.0"])
+def test_what_runners_of_a_release_call_takes_their_arguments(release: str) -> None:
+    pytest.importorskip("torch")
+    from graphhal.vllm_worker import executor
+
+    names = compatibility.known_signatures()[release]
+    for name, method in zip(touched.MANAGER[1:], MANAGER_METHODS, strict=True):
+        own = touched.spelled(getattr(executor.EncoderGraphExecutor, method))
+        assert arguments(own) == arguments(names[name]), name
+    own = touched.spelled(executor.build)
+    assert ["self", *arguments(own)] == arguments(names[touched.MANAGER[0]])
+
+
+def wheel(folder: Path, manager: str) -> Path:
+    """A wheel of vLLM's that has nothing but a manager."""
+    file = folder / "vllm-0.34.0-cp38-abi3-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr(touched.ENCODER_CUDAGRAPH.replace(".", "/") + ".py", manager)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("signature", "spelled"),
+    [
+        ("self, graph_pool", "(self, graph_pool)"),
+        (
+            "self, graph_pool: int = 0, *, stream, wait=False",
+            "(self, graph_pool=, *, stream, wait=)",
+        ),
+        ("self, *pools, **rest", "(self, *pools, **rest)"),
+    ],
+)
+def test_a_wheel_is_read_as_the_installed_package_is(
+    tmp_path: Path, signature: str, spelled: str
+) -> None:
+    source = f"class EncoderCudaGraphManager:\n    def capture({signature}): ...\n"
+    assert vllm_signatures.read(wheel(tmp_path, source)) == {touched.MANAGER[2]: spelled}
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    assert touched.spelled(scope["EncoderCudaGraphManager"].capture) == spelled
+
+
+@pytest.mark.vllm
+def test_the_table_of_the_installed_release_is_its_own() -> None:
+    """A spelling that only another release had must not pass for this one's."""
+    release = compatibility.installed_version().partition("+")[0]
+    (folder,) = importlib.import_module("vllm").__path__
+    assert vllm_signatures.read(Path(folder).parent) == compatibility.known_signatures()[release]
 
 
 def test_every_touched_name_is_known_in_every_release() -> None:
