@@ -147,7 +147,7 @@ class Settings(BaseSettings):
             may take; what does not fit is dropped, named, and runs eagerly.
         self_check: `full`, `quick` or `off`.
         exact_only: replay only where a graph leaves no padding row (bit-equal to eager, or eager).
-        warmups: eager passes before each capture.
+        warmups: eager passes before each capture; in vLLM workers 1, as with its own manager.
         tolerance: relative L2 that graph and eager may differ by; by default by dtype.
         vllm_models: models without vLLM's encoder-graph protocol that are served all the same:
             `qwen3_omni`, `covo_audio`.
@@ -178,7 +178,7 @@ class Settings(BaseSettings):
     )
     self_check: SelfCheck = SelfCheck.FULL
     exact_only: bool = Field(default=False, description="true or false")
-    warmups: int = Field(default=1, ge=1, le=16, description="a whole number from 1 to 16")
+    warmups: int = Field(default=2, ge=1, le=16, description="a whole number from 1 to 16")
     tolerance: float | None = Field(
         default=None, gt=0, lt=1, description="a number between 0 and 1"
     )

@@ -179,6 +179,7 @@ class EncoderGraphExecutor:
         settings = self.settings.model_copy(
             update={
                 "memory_limit": self._limit,
+                "warmups": self._warmups(),
                 "max_tokens": most_tokens(self.settings, self._vllm_config),
             }
         )
@@ -202,6 +203,12 @@ class EncoderGraphExecutor:
                 log.warning("graphhal: %s runs eagerly: %s", encoder.name, problem, exc_info=True)
                 if len(found) == 1:
                     self.refusal = problem  # its groups are counted under it
+
+    def _warmups(self) -> int:
+        """As many as the operator asks for; else one, as with vLLM's own manager: the towers have
+        run before, and a ladder of large graphs takes seconds for each."""
+        asked = "warmups" in self.settings.model_fields_set
+        return self.settings.warmups if asked else 1
 
     def supports_modality(self, modality: str) -> bool:
         """Whether a group of this modality may be given to `execute`; where nothing may be

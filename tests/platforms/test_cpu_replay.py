@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from graphhal.cpu import plugin
 from graphhal.errors import ReplayError
+from graphhal.settings import Settings
 from tests.platforms.cpu_case import Case, eager, request_for, same
 
 torch.library.define(
@@ -298,6 +299,23 @@ def test_capture_itself_leaves_in_place_state_as_the_warm_up_left_it() -> None:
         plugin.graphhal_replay(graph)
         plugin.graphhal_replay(graph)
         assert module.calls.item() == expected + 2
+
+
+def test_a_warm_up_before_the_rehearsal_may_read_on_the_host() -> None:
+    """What a module computes on its first call of a size, and keeps, is no part of the graph."""
+    kept: dict[torch.Size, float] = {}
+
+    def forward() -> None:
+        if x.shape not in kept:
+            kept[x.shape] = x.abs().max().item()
+        output.copy_(x * kept[x.shape])
+
+    x, output = contents(0), torch.zeros(6, 8)
+    scale = x.abs().max().item()
+    graph = plugin.graphhal_capture(request_for(forward, output, Settings().warmups))
+    x.copy_(contents(1))
+    plugin.graphhal_replay(graph)
+    assert torch.equal(output, contents(1) * scale)
 
 
 def test_capture_puts_overlapping_writes_back() -> None:

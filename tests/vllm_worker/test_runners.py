@@ -165,6 +165,20 @@ def test_a_step_of_many_pictures_is_replayed_where_slots_are_free(
     assert ours is None or worst(ours, eager) < 1e-5
 
 
+@pytest.mark.parametrize(("asked", "passes"), [({}, 1), ({"warmups": 3}, 3)])
+def test_graphs_are_warmed_up_once_or_as_often_as_asked(
+    engine: Any, asked: dict[str, int], passes: int
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    engine.additional_config["graphhal"] |= asked
+    manager = on_cpu.make_manager(engine, on_cpu.qwen3_vl(engine))
+    manager.capture(graph_pool=None)
+    (graphs,) = manager._graphs()
+    made = {entry.graph.request.warmups for entry in graphs._graphs.entries.values()}
+    assert made == {passes}
+
+
 def test_pre_computed_embeddings_are_never_replayed(engine: Any) -> None:
     import vllm_on_cpu as on_cpu
 
