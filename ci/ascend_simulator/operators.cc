@@ -229,6 +229,10 @@ OP(SWhere, T c, T a, T b, T o) RUN((auto c, auto a, auto b, auto o), put(o, at::
 OP(InplaceMaskedFillScalar, T a, T mask, N v) RUN((auto a, auto mask, auto v), a.masked_fill_(mask.to(at::kBool), v), a, mask, v)
 OP(IndexSelect, T a, int64_t dim, T index, T o) RUN((auto a, auto dim, auto index, auto o), put(o, at::index_select(a, dim, index)), a, dim, index, o)
 OP(Embedding, T weight, T index, T o) RUN((auto weight, auto index, auto o), put(o, at::embedding(weight, index)), weight, index, o)
+OP(EmbeddingBag, T weight, T index, T offsets, bool by_frequency, int64_t mode, bool sparse, T factors, bool last, int64_t padding, T o, T bags, T sizes, T places)
+RUN((auto weight, auto index, auto offsets, auto by_frequency, auto mode, auto sparse, auto factors, auto last, auto padding, auto o, auto, auto, auto),
+    put(o, std::get<0>(at::embedding_bag(weight.to(at::kFloat), index.to(at::kLong), offsets.to(at::kLong), by_frequency, mode, sparse, factors.defined() ? std::optional(factors.to(at::kFloat)) : std::nullopt, last, padding < 0 ? std::nullopt : std::optional(padding)))),
+    weight, index, offsets, by_frequency, mode, sparse, factors, last, padding, o, bags, sizes, places)
 OP(Gather, T a, int64_t dim, T index, T o) RUN((auto a, auto dim, auto index, auto o), put(o, at::gather(a, dim, index.to(at::kLong))), a, dim, index, o)
 static c10::List<std::optional<at::Tensor>> indices_of(const Tensors &tensors) {
   c10::List<std::optional<at::Tensor>> result;

@@ -61,6 +61,9 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "two indices": lambda x, y, i: x[i, i],
     "index put": lambda x, y, i: x.clone().index_put_((i[1:],), y[0]),
     "embedding": lambda x, y, i: F.embedding(i, x),
+    "embedding bags": lambda x, y, i: F.embedding_bag(
+        i.reshape(2, 2), x, mode="sum", per_sample_weights=y[:2, :2]
+    ) + F.embedding_bag(i.reshape(2, 2), x, mode="mean"),
     "gather": lambda x, y, i: x.gather(0, i.reshape(1, 4).repeat(1, 1)),
     "cat, stack": lambda x, y, i: torch.cat([torch.stack([x, y]), torch.stack([y, x])], 1),
     "pad": lambda x, y, i: F.pad(x, (1, 2, 0, 1)),
