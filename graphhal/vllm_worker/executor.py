@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.util import Finalize
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -156,7 +157,10 @@ class EncoderGraphExecutor:
         )
         self.token_budgets = self._budgets()
         _alive.add(self)
-        atexit.register(_say_goodbye, weakref.ref(self), os.getpid())
+        goodbye = (weakref.ref(self), os.getpid())
+        atexit.register(_say_goodbye, *goodbye)
+        # Processes that were forked, as vLLM's workers are by default, run no `atexit` functions.
+        Finalize(None, _say_goodbye, goodbye, exitpriority=0)
 
     def _serve(
         self, model: Any, platform: Platform, device: torch.device, dtype: torch.dtype

@@ -1,6 +1,7 @@
 """A whole worker process of real vLLM: entry point, serving, `/metrics`, an orderly end."""
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -120,3 +121,27 @@ def test_counters_appear_while_the_worker_idles_and_it_ends_in_order(
     stats = json.loads(file.read_text())
     assert (stats["graph_hits"], stats["graph_misses"]) == (3, 1)
     assert stats["hits"] == {"image": 3}
+
+
+@pytest.mark.timeout(120)
+def test_a_forked_worker_says_what_it_served_when_it_ends(engine: Any, tmp_path: Path) -> None:
+    """vLLM's default way to start workers; such processes run no `atexit` functions."""
+    import vllm_on_cpu as on_cpu
+
+    file = tmp_path / "stats.json"
+    engine.additional_config["graphhal"] |= {"stats_file": str(file), "log_seconds": 0}
+    model = on_cpu.qwen3_vl(engine)
+
+    def serve() -> None:
+        manager = on_cpu.make_manager(engine, model)
+        manager.capture(graph_pool=None)
+        on_cpu.run_v2(model, manager, [("image", on_cpu.image_group(model, [[1, 8, 8]]))])
+        assert json.loads(file.read_text())["graph_hits"] == 0
+        kept.append(manager)
+
+    kept: list[Any] = []
+    child = multiprocessing.get_context("fork").Process(target=serve)
+    child.start()
+    child.join(timeout=100)
+    assert child.exitcode == 0
+    assert json.loads(file.read_text())["graph_hits"] == 1
