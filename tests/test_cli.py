@@ -402,6 +402,10 @@ def test_plan_without_a_trace_prints_the_ladder() -> None:
         ('{"schema": 1, "groups": [{"items": [{"modality": "image", "tokens": 0}]}]}', "tokens"),
         ('{"schema": 1, "groups": [{"items": [{"modality": "image", "tokens": "9"}]}]}', "tokens"),
         (
+            '{"schema": 1, "groups": [{"items": [{"modality": "image", "tokens": 1000000000}]}]}',
+            "tokens: Input should be less than or equal to 16777216",
+        ),
+        (
             '{"schema":1,"groups":[{"items":[{"modality":"video","tokens":9,"frames":2}]}]}',
             "9 tokens cannot be 2 equal frames",
         ),

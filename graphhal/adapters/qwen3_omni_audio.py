@@ -73,9 +73,17 @@ class Qwen3OmniAudio(EncoderAdapter):
         self.attention_tokens = self.window_tokens * (int(encoder.n_window_infer) // self.width)
         if self.attention_tokens < 1:
             raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
-        weight = encoder.conv2d1.weight  # of a convolution: linear layers may be quantised
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device = self._weight().device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # follows the tower's `.to()`
+        """Of the tower's weights."""
+        return self._weight().dtype
+
+    def _weight(self) -> torch.Tensor:
+        # Of a convolution: linear layers may be quantised.
+        return self.encoder.conv2d1.weight  # type: ignore[no-any-return]
 
     def prepare(self, platform: Platform) -> None:
         """Take the platform's attention, and convolve few windows at a time."""

@@ -90,11 +90,19 @@ class Qwen3OmniVision(EncoderAdapter):
         self.merge = int(encoder.config.spatial_merge_size)
         self.merge_area = self.merge**2
         self.table_side = isqrt(encoder.config.num_position_embeddings)
-        projection = encoder.patch_embed.proj.weight
+        projection = self._weight()
         self.patch_width = prod(projection.shape[1:])
-        self.device, self.dtype = projection.device, projection.dtype
+        self.device = projection.device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # follows the tower's `.to()`
+        """Of the tower's weights."""
+        return self._weight().dtype
+
+    def _weight(self) -> torch.Tensor:
+        return self.encoder.patch_embed.proj.weight  # type: ignore[no-any-return]
 
     def prepare(self, platform: Platform) -> None:
         """Take the platform's attention."""

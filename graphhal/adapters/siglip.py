@@ -64,7 +64,7 @@ class Siglip(EncoderAdapter):
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
         """The images, in the tower's dtype."""
-        return {PIXELS: BufferSpec((capacity.rows, *self.image), self.dtype)}
+        return {PIXELS: BufferSpec((capacity.rows, *self.image), self.tower.dtype)}
 
     def metadata(self, items: Sequence[ItemSpec]) -> dict[str, Any]:
         """None: sizes never change."""

@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from graphhal.errors import InputError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, Eager, GraphKey, MissReason, Planner
+from graphhal.settings import MOST_TOKENS
 
 Positive = Annotated[int, Field(gt=0, le=10**9)]
+Tokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
 Frames = Annotated[int, Field(gt=0, le=10**5)]
 LARGEST_TRACE_BYTES = 64 * 2**20
 
@@ -32,7 +34,7 @@ class TraceItem(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     modality: str
-    tokens: Positive
+    tokens: Tokens
     frames: Frames = 1
 
     @model_validator(mode="after")

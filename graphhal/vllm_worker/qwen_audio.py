@@ -35,10 +35,12 @@ class VllmQwenAudio(Qwen3OmniAudio):
         self.attention_tokens = self.window_tokens * (int(tower.n_window_infer) // self.width)
         if self.attention_tokens < 1:
             raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
-        weight = tower.conv2d1.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device = self._weight().device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
+
+    def _weight(self) -> torch.Tensor:
+        return self.tower.conv2d1.weight  # type: ignore[no-any-return]
 
     def prepare(self, platform: Platform) -> None:
         """Nothing to take: the tower brings vLLM's attention, which must read row numbers."""

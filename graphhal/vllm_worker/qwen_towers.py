@@ -93,13 +93,16 @@ class VllmQwenVision(Qwen3OmniVision):
         self.merge = int(tower.spatial_merge_size)
         self.merge_area = self.merge**2
         self.table_side = self._table_side()
-        projection = tower.patch_embed.proj.weight
+        projection = self._weight()
         self.patch_width = prod(projection.shape[1:])
-        self.device, self.dtype = projection.device, projection.dtype
+        self.device = projection.device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
         self._by_parts: bool | None = None
+
+    def _weight(self) -> torch.Tensor:
+        return self.tower.patch_embed.proj.weight  # type: ignore[no-any-return]
 
     def _table_side(self) -> int:
         return int(self.tower.num_grid_per_side)

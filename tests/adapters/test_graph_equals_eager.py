@@ -16,6 +16,7 @@ from graphhal import EncoderGraphs, Settings, open_platform
 from graphhal.adapters.covo_audio import CovoAudioFactory
 from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudioFactory
 from graphhal.adapters.qwen3_omni_vision import Qwen3OmniVisionFactory
+from graphhal.adapters.siglip import SiglipFactory
 from graphhal.plan import MissReason
 from graphhal.self_check import TOKEN_FACTOR, TOLERANCE, Difference
 
@@ -153,3 +154,27 @@ def test_equal_totals_with_other_lengths_use_their_own_boundaries(tower, dtype):
         again = seen.setdefault(str(grids), ours)
         assert torch.equal(again, ours)
     assert not torch.equal(*seen.values())
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [Qwen3OmniVisionFactory(), Qwen3OmniAudioFactory(), SiglipFactory()],
+    ids=lambda f: f.name,
+)
+def test_a_tower_of_another_dtype_is_followed(factory):
+    """Inputs in the dtype of its beginnings would lose their last digits."""
+    adapter = factory.build("tiny", CPU, torch.bfloat16)
+    options = Settings(token_budgets="16", audio_chunks=1, max_items=1, self_check="off")
+    graphs = EncoderGraphs(adapter, open_platform("cpu"), options)
+    graphs.capture()
+    (module,) = adapter.modules()
+    module.float()
+    now = EncoderGraphs(factory.wrap(module), open_platform("cpu"), options)
+    (items, *_) = now.adapter.worst_cases(now.ladder()[0])
+    request = now.adapter.example(items, seed=0)
+    (wanted,) = now.run_eager(request)
+    assert wanted.dtype == torch.float32
+    assert torch.equal(graphs.run(request)[0], wanted)
+    graphs.capture()
+    (replayed,) = graphs.try_replay(request) or (None,)
+    assert torch.equal(replayed, wanted)
