@@ -7,7 +7,7 @@ from itertools import chain
 
 from graphhal.boundaries import Boundaries
 from graphhal.cost_table import CostTable
-from graphhal.errors import BoundariesError
+from graphhal.errors import AdapterError, BoundariesError
 from graphhal.items import ItemSpec
 from graphhal.settings import Policy
 
@@ -100,7 +100,11 @@ class Capacity:
         )
 
     def misfit(self, items: Sequence[ItemSpec], allow_empty: bool = True) -> MissReason | None:
-        """Why this graph cannot hold the items, or None where it can."""
+        """Why this graph cannot hold the items, or None where it can.
+
+        Raises:
+            AdapterError: they have a boundary set that the graph lacks.
+        """
         if sum(item.rows for item in items) > self.rows:
             return MissReason.TOO_MANY_ROWS
         if sum(item.tokens for item in items) > self.tokens:
@@ -108,7 +112,12 @@ class Capacity:
         if len(items) > self.items:
             return MissReason.TOO_MANY_ITEMS
         for name, values in _lengths(items).items():
-            bound = self.sequences[name]
+            bound = self.sequences.get(name)
+            if bound is None:
+                raise AdapterError(
+                    f"{self.key}: item_specs names the boundary set {name!r}, capacities only "
+                    f"{sorted(self.sequences)}"
+                )
             slack = bound.rows - sum(values)
             if slack < 0:
                 return MissReason.TOO_MANY_ROWS

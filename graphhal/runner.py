@@ -155,7 +155,7 @@ class EncoderGraphs:
         """As `run`, for some of a request's items: their `row_offset` says where their rows are,
         their `index` where they come in the result (0, 1, …)."""
         if not items:
-            return []
+            return self._nothing(items)
         with self._lock:
             return self._run(mm_kwargs, items, self._plans.of(items))
 
@@ -181,7 +181,7 @@ class EncoderGraphs:
         """As `try_replay`, for a caller that counts hits and misses itself: why any item would run
         eagerly."""
         if not items:
-            return []
+            return self._nothing(items)
         with self._lock:
             group = self._plans.of(items)
             reason = group.miss_reason()
@@ -199,7 +199,7 @@ class EncoderGraphs:
         """The eager forward of the same adapter, uncounted: the reference of `run`."""
         items = self.adapter.item_specs(mm_kwargs)
         if not items:
-            return []
+            return self._nothing(items)
         with self._lock:
             check_items(self.adapter, items)
             starts = token_starts(items)
@@ -327,6 +327,12 @@ class EncoderGraphs:
         if not self.adapter.collectives or "collectives" in info.capabilities:
             return None
         return f"platform {info.name} cannot capture collectives, and this tower runs some"
+
+    def _nothing(self, items: tuple[ItemSpec, ...] | None) -> list[torch.Tensor]:
+        """The outputs of no items, unless an adapter forgot to return what it found."""
+        if items is None:
+            raise AdapterError(f"{self.adapter.name}: item_specs returned None; return the specs")
+        return []
 
     def _run(
         self, mm_kwargs: Mapping[str, Any], items: tuple[ItemSpec, ...], group: GroupPlan

@@ -216,6 +216,27 @@ def test_a_step_says_which_device_it_is_on(sets):
     assert all(found == {torch.device("cpu")} for found in devices)
 
 
+@pytest.mark.parametrize("call", ["run", "try_replay", "run_eager"])
+def test_specs_that_were_not_returned_are_no_empty_group(call):
+    class Forgetful(ToyEncoder):
+        def item_specs(self, mm_kwargs):
+            super().item_specs(mm_kwargs)
+
+    with pytest.raises(AdapterError, match=r"^toy: item_specs returned None"):
+        getattr(serve(plain_platform(), Forgetful()), call)(images(3))
+
+
+def test_a_boundary_set_that_no_graph_has_is_named():
+    class Further(ToyEncoder):
+        def item_specs(self, mm_kwargs):
+            items = super().item_specs(mm_kwargs)
+            return tuple(replace(i, sequences={**i.sequences, "more": (i.rows,)}) for i in items)
+
+    graphs = serve(plain_platform(), Further())
+    with pytest.raises(AdapterError, match=r"boundary set 'more', capacities only \['cu_seqlens"):
+        graphs.run(images(3))
+
+
 def test_items_out_of_order_are_the_adapters_fault():
     class Shuffled(ToyEncoder):
         def item_specs(self, mm_kwargs):
