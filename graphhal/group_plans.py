@@ -15,7 +15,9 @@ from graphhal.outputs import token_starts
 from graphhal.plan import Eager, GraphKey, MissReason, Planner
 
 PREPARED_BYTES = 64 * 2**20
-"""Host bytes of packed blocks that are kept for groups whose sizes come again."""
+"""Host bytes that are kept for groups whose sizes come again."""
+ITEM_BYTES = 1024
+"""What an item of a kept plan is counted as, its key included; it takes some 600."""
 PREPARED_GROUPS = 4096
 """Groups whose plan is kept, eager ones included."""
 
@@ -29,7 +31,7 @@ class GroupPlan:
     Attributes:
         starts: first row of each item in the group's output; one more entry: the end.
         steps: replays and eager calls, in order.
-        num_bytes: host bytes of the packed blocks.
+        num_bytes: host bytes of the packed blocks and the items.
         refusals: items of each path and what the adapter said of them; the plan holds while it
             says the same.
     """
@@ -112,7 +114,8 @@ class GroupPlans:
             else:
                 entry = self._entries[step.capacity.key]
                 steps.append(self._execution.prepare(entry, step.items, starts))
-        num_bytes = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
+        blocks = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
+        num_bytes = blocks + ITEM_BYTES * len(items)
         return GroupPlan(starts, tuple(steps), num_bytes, refusals)
 
     def _refusals(self, items: tuple[ItemSpec, ...]) -> _Refusals:

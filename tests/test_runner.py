@@ -746,6 +746,16 @@ def test_kept_plans_are_bounded(monkeypatch):
         assert len(graphs._plans) == 1
 
 
+def test_kept_plans_of_many_items_are_bounded_too(monkeypatch):
+    """A group that runs eagerly has no packed block, but its items are kept."""
+    graphs = serve(plain_platform())
+    monkeypatch.setattr(group_plans, "PREPARED_BYTES", 3 * 30 * group_plans.ITEM_BYTES)
+    for tokens in range(1, 9):
+        graphs.run(images(*[1] * 29, tokens))
+    assert graphs.stats()["misses"]
+    assert len(graphs._plans) == 3
+
+
 # Boundaries ----------------------------------------------------------------------------------
 
 
