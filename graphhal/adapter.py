@@ -118,6 +118,10 @@ class EncoderAdapter(ABC):
         """Groups that a graph must get right: exactly full, one short of full, many short
         sequences, the longest sequence. The exactly full one comes first; each must fit."""
 
+    def forget(self) -> None:  # noqa: B027  (optional)
+        """Called before a ladder is captured: what was found out about the modules is to be found
+        out again, since they may have been replaced, hooked or patched. Nothing by default."""
+
     def capture_case(self, capacity: Capacity) -> tuple[ItemSpec, ...] | None:
         """An exactly full group to warm up and capture with, whose attention is cheap: work grows
         with the square of a sequence's length. None: the first worst case. Asked where boundaries

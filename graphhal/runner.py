@@ -280,6 +280,7 @@ class EncoderGraphs:
         output, problem = None, self._no_collectives()
         if problem is None:
             try:
+                self.adapter.forget()
                 output = self._first_output(ladder)
                 # After the first forward: it may have made what it keeps between calls.
                 self._watch = WeightWatch(self.adapter.modules(), self.adapter.places())

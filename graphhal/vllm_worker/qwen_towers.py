@@ -119,6 +119,10 @@ class VllmQwenVision(Qwen3OmniVision):
         """Where the model keeps it."""
         return self.kept
 
+    def forget(self) -> None:
+        """Blocks are tried part by part anew."""
+        self._by_parts = None
+
     def output_order(self, mm_kwargs: Mapping[str, Any]) -> Iterable[str]:
         """As in vLLM's models: that of the request's keys."""
         return [MODALITY_OF[key] for key in mm_kwargs if key in MODALITY_OF]
@@ -196,7 +200,7 @@ class VllmQwenVision(Qwen3OmniVision):
     def _eager_forward(self, pixels: torch.Tensor) -> torch.Tensor:
         if self._request is None:
             raise AdapterError(f"{self.name}: an eager forward needs a request")
-        if self._by_parts is None:  # comes before the first capture
+        if self._by_parts is None:  # comes before every capture of a ladder
             self._by_parts = self._parts_agree()
         (_, items), self._request = self._request, None
         grid = [[item.frames, *_frame(item)] for item in items]
@@ -278,7 +282,6 @@ class VllmQwen25Vision(VllmQwenVision):
         self, tower: Any, modalities: Sequence[str], name: str, kept: Sequence[Place] = ()
     ) -> None:
         super().__init__(tower, modalities, takes_metadata=True, name=name, kept=kept)
-        self._by_parts = False  # windows change the order of rows between the tower and its blocks
         self.side = tower.window_size // self.merge // tower.patch_size
         self.window_rows = self.side**2 * self.merge_area
         norm_dtype = getattr(getattr(tower, "input_norm", None), "input_dtype", None)
@@ -287,6 +290,9 @@ class VllmQwen25Vision(VllmQwenVision):
 
     def _table_side(self) -> int:
         return 0
+
+    def _parts_agree(self) -> bool:
+        return False  # windows change the order of rows between the tower and its blocks
 
     def _spec(self, index: int, modality: str, t: int, h: int, w: int, offset: int) -> ItemSpec:
         spec = super()._spec(index, modality, t, h, w, offset)

@@ -29,6 +29,34 @@ class DoubledWithParts(Doubled):
             return getattr(super().__getattr__("inner"), name)
 
 
+def hooked(block: torch.nn.Module) -> None:
+    block.attn.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def wrapped(block: torch.nn.Module) -> None:
+    block.attn = DoubledWithParts(block.attn)
+
+
+@pytest.mark.parametrize("change", [hooked, wrapped])
+def test_blocks_that_changed_since_are_tried_anew_by_the_next_capture(
+    engine: Any, change: Any
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    group = on_cpu.image_group(model, [[1, 4, 8]])
+    (before,) = manager.execute(group)
+    change(model.visual.blocks[1])
+    assert manager.execute(group) is None
+    manager.capture(graph_pool=None)
+    assert manager.stats()["dropped"] == []
+    (eager,), (replayed,) = model.embed_multimodal(**group), manager.execute(group)
+    assert (eager - before).norm() > 1e-3 * eager.norm()
+    assert (replayed - eager).norm() <= 1e-5 * eager.norm()
+
+
 @pytest.mark.parametrize("make", ["qwen3_vl", "qwen3_omni"])
 @pytest.mark.parametrize("changed", [None, Doubled, DoubledWithParts])
 def test_changed_blocks_are_called_as_a_whole(
