@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -82,7 +84,13 @@ class WeightWatch:
         places: dict[tuple[int, Any], _Place] = {
             (id(owner._modules), name): (owner._modules, name, held) for owner, name, held in kept
         }
-        self._hooks: list[Mapping[Any, Any]] = []
+        every_module: tuple[Mapping[Any, Any], ...] = (
+            _global_forward_pre_hooks,
+            _global_forward_hooks,
+        )
+        self._hooks = [*every_module]
+        for table in every_module:
+            places |= {(id(table), name): (table, name, held) for name, held in table.items()}
         for root in modules:
             for module in root.modules():
                 if isinstance(module, torch.jit.ScriptModule):
@@ -94,8 +102,7 @@ class WeightWatch:
                 self._hooks += hooks
                 for table in (module._modules, module._parameters, module._buffers, *hooks):
                     for name, held in table.items():
-                        if held is not None:
-                            places[id(table), name] = (table, name, held)
+                        places[id(table), name] = (table, name, held)
                 own = vars(module)
                 places[id(own), "forward"] = (own, "forward", own.get("forward"))
         self._windows = [_Window(part) for part in _windows(places.values())]

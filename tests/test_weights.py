@@ -242,6 +242,35 @@ def test_a_hook_among_many_modules_is_noticed_at_once():
     assert watch.moved_lately()
 
 
+def test_a_parameter_that_was_none_at_capture_is_noticed():
+    made = many()
+    made[-1].bias = None
+    watch = WeightWatch([made])
+    assert not watch.moved()
+    made[-1].bias = nn.Parameter(torch.ones(2))
+    assert watch.moved_lately()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+    ],
+)
+def test_a_hook_on_every_module_of_the_process_is_noticed(register):
+    made = tower()
+    watch = WeightWatch([made])
+    handle = register(lambda *_: None)
+    try:
+        assert watch.moved_lately()
+        watch = WeightWatch([made])
+        assert not watch.moved()
+    finally:
+        handle.remove()
+    assert watch.moved_lately()
+
+
 def test_what_goes_is_noticed_too():
     made = tower()
     handle = made.embed.register_forward_hook(lambda module, args, output: output * 2)
