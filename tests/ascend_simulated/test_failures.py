@@ -144,6 +144,43 @@ def test_exhausted_streams_stop_the_growth_and_keep_what_is_captured(
     tower.graphs.clear()
 
 
+def test_where_no_stream_can_be_had_eager_calls_run_on_their_callers() -> None:
+    program = """
+        import warnings; warnings.simplefilter("ignore")
+        import tempfile
+        from pathlib import Path
+        import torch
+        from tests.ascend_simulated import simulator
+        from tests.ascend_simulated.faults import serve, tower_of_this_process
+        tower = tower_of_this_process()
+        torch.npu.synchronize()
+        simulator.arm(";".join(f"aclrtCreateStreamWithConfig:{n}" for n in range(1, 200)))
+        with tempfile.TemporaryDirectory() as folder:
+            with simulator.traced(Path(folder) / "t") as trace:
+                (torch.ones(2, device="npu") * torch.ones(2, device="npu")).cpu()
+                serve(tower)
+                print(*{line.split("stream=")[1] for line in trace.matching("^run aclnnMul")})
+                print(*{line.split("stream=")[1] for line in trace.matching("^run aclnnFused")})
+        print(tower.graphs.capture().dropped[0].reason.split(".")[0])
+        serve(tower)
+        simulator.arm()
+        assert not tower.graphs.capture().dropped
+        serve(tower)
+        print(tower.graphs.stats()["hits"], tower.graphs.stats()["misses"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    callers, ours, reason, served = done.stdout.splitlines()[-4:]
+    assert callers == ours
+    assert reason.endswith(
+        "the device is out of streams or events, which every captured graph takes"
+    )
+    assert served == "{'image': 3} {'image': {'no graph is captured': 6}}"
+
+
 def test_free_memory_that_cannot_be_read_costs_graphs_alone(platform: Platform) -> None:
     usual = twins("toy", platform, self_check="off")
     half = usual.graphs.settings.model_copy(update={"memory_limit": 0.5})
