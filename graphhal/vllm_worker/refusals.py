@@ -31,6 +31,8 @@ def engine_refusal(vllm_config: Any, model: Any, is_first_stage: bool) -> str | 
     """
     compilation, model_config = vllm_config.compilation_config, vllm_config.model_config
     mode = getattr(compilation, "cudagraph_mode", None)
+    if mode is None:
+        return "cudagraph_mode is unknown"
     if getattr(mode, "name", mode) == "NONE":
         return "cudagraph_mode is NONE"
     if getattr(model_config, "enforce_eager", False):

@@ -14,7 +14,7 @@ import torch
 
 from graphhal.adapter import EncoderAdapter, Place
 from graphhal.errors import AdapterError, SettingsError
-from graphhal.settings import Settings
+from graphhal.settings import ENV_PREFIX, Settings
 from graphhal.vllm_worker import compatibility, touched
 from graphhal.vllm_worker.limits import Limits, limits_of
 from graphhal.vllm_worker.protocol import Dialect
@@ -76,10 +76,11 @@ class Encoder:
 
 
 def settings_of(vllm_config: Any) -> Settings:
-    """graphhal's options of an engine: `additional_config["graphhal"]`, then the environment.
+    """graphhal's options of an engine: `additional_config["graphhal"]` and the environment.
 
     Raises:
-        SettingsError: an option is unknown or invalid, or `vllm_models` names an unknown model.
+        SettingsError: an option is unknown or invalid, both set it, differently, or `vllm_models`
+            names an unknown model.
     """
     additional = getattr(vllm_config, "additional_config", None)
     own = additional.get("graphhal", {}) if isinstance(additional, Mapping) else {}
@@ -88,6 +89,14 @@ def settings_of(vllm_config: Any) -> Settings:
             f"additional_config['graphhal'] must be a mapping of options to values, got {own!r}"
         )
     settings = Settings.from_mapping(own)
+    environment = Settings()
+    for name in sorted(environment.model_fields_set & own.keys()):
+        ours, theirs = getattr(settings, name), getattr(environment, name)
+        if ours != theirs:
+            raise SettingsError(
+                f"additional_config['graphhal'] sets {name} to {ours!r}, but the environment's "
+                f"{ENV_PREFIX}{name.upper()} to {theirs!r}; set one of them, or both alike"
+            )
     for name in settings.vllm_models:
         if name not in OPT_IN:
             raise SettingsError(

@@ -128,6 +128,35 @@ def test_equal_options_are_no_conflict() -> None:
     assert settings.token_budgets == (64, 128)
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "theirs", "conflict"),
+    [
+        ("MAX_ITEMS", 4, "2", True),
+        ("MAX_ITEMS", "2", "2", False),
+        ("TOKEN_BUDGETS", [64, 128], "128,64", False),
+        ("TOKEN_BUDGETS", [64], "128", True),
+        ("MEMORY_LIMIT", "1GiB", "1024MiB", False),
+        ("MEMORY_LIMIT", "1GiB", "10%", True),
+        ("SELF_CHECK", "quick", "off", True),
+        ("SELF_CHECK", "quick", "quick", False),
+    ],
+)
+def test_both_places_for_an_option_must_agree(
+    monkeypatch: pytest.MonkeyPatch, name: str, own: Any, theirs: str, conflict: bool
+) -> None:
+    from graphhal.vllm_worker.towers import settings_of
+
+    monkeypatch.setenv(f"GRAPHHAL_{name}", theirs)
+    monkeypatch.setenv("GRAPHHAL_WARMUPS", "3")
+    engine = types.SimpleNamespace(additional_config={"graphhal": {name.lower(): own}})
+    if conflict:
+        with pytest.raises(SettingsError, match=rf"sets {name.lower()} to .*GRAPHHAL_{name} to"):
+            settings_of(engine)
+        return
+    assert settings_of(engine).warmups == 3
+    assert settings_of(engine) == settings_of(types.SimpleNamespace())
+
+
 class MMEncoderAttention(torch.nn.Module):
     """As vLLM's, in what is asked of it."""
 
@@ -202,6 +231,8 @@ def test_items_and_frames_never_exceed_a_graphs_tokens() -> None:
     ("change", "reason"),
     [
         (lambda c, m: setattr(c.compilation_config, "cudagraph_mode", "NONE"), "NONE"),
+        (lambda c, m: setattr(c.compilation_config, "cudagraph_mode", None), "mode is unknown"),
+        (lambda c, m: delattr(c.compilation_config, "cudagraph_mode"), "mode is unknown"),
         (
             lambda c, m: setattr(
                 c.compilation_config, "cudagraph_mode", types.SimpleNamespace(name="NONE")
