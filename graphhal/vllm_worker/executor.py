@@ -82,7 +82,7 @@ def build(
         settings = merged(towers.settings_of(vllm_config), vllm_config.compilation_config)
         try:
             platform = open_platform(settings.platform, settings)
-            settings = with_free_slots(settings, model)
+            settings = with_free_slots(settings, model, platform.info.allow_empty)
             return EncoderGraphExecutor(vllm_config, device, dtype, model, platform, settings)
         except SettingsError:
             raise

@@ -12,9 +12,10 @@ ITEMS = "compilation_config.encoder_cudagraph_max_vision_items_per_batch"
 FRAMES = "compilation_config.encoder_cudagraph_max_frames_per_batch"
 
 
-FREE_SLOTS = ("FLASH_ATTN", "ROCM_AITER_FA")
+FREE_SLOTS = ("FLASH_ATTN",)
 """Attention backends of vLLM that skip sequences without rows. A kernel that walks every slot to
-its bound (TRITON_ATTN) takes longer for each: 784 tokens 62 ms with 64 slots, 40 with 8 (H200)."""
+its bound (TRITON_ATTN) takes longer for each: 784 tokens 62 ms with 64 slots, 40 with 8 (H200).
+One that takes no empty sequence (ROCm's) needs a row for every spare slot."""
 MOST_ITEMS = 64
 """Items in a graph where slots are free and no option says how many: as many as vLLM's own manager
 takes for Qwen's towers, whose smallest budget is 64."""
@@ -96,15 +97,22 @@ def _shown(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def with_free_slots(settings: Settings, model: Any) -> Settings:
+def with_free_slots(settings: Settings, model: Any, allow_empty: bool) -> Settings:
     """Settings with `MOST_ITEMS`, where no option says otherwise and the encoder's attention takes
-    more slots at no cost: a server's steps hold more pictures than graphs of a few items do."""
+    more slots at no cost: a server's steps hold more pictures than graphs of a few items do.
+
+    Args:
+        settings: already `merged` with vLLM's options.
+        model: whose attention layers are looked through.
+        allow_empty: whether the platform lets a slot be empty.
+    """
     backends = {
         getattr(module.attn_backend, "name", "unknown")
         for module in model.modules()
         if any(base.__name__ == "MMEncoderAttention" for base in type(module).__mro__)
     }
-    if "max_items" in settings.model_fields_set or not backends or not backends <= {*FREE_SLOTS}:
+    free = allow_empty and backends and backends <= {*FREE_SLOTS}
+    if "max_items" in settings.model_fields_set or not free:
         return settings
     return settings.model_copy(update={"max_items": MOST_ITEMS})
 

@@ -179,7 +179,8 @@ class Attention(torch.nn.Module):
     ("layers", "own", "items"),
     [
         ([MMEncoderAttention("FLASH_ATTN")], {}, 64),
-        ([AnotherAttention("ROCM_AITER_FA"), Attention()], {}, 64),
+        ([AnotherAttention("FLASH_ATTN"), Attention()], {}, 64),
+        ([MMEncoderAttention("ROCM_AITER_FA")], {}, 8),
         ([MMEncoderAttention("FLASH_ATTN")], {"max_items": 8}, 8),
         ([MMEncoderAttention("FLASH_ATTN"), MMEncoderAttention("TRITON_ATTN")], {}, 8),
         ([MMEncoderAttention("TORCH_SDPA")], {}, 8),
@@ -191,9 +192,11 @@ def test_graphs_take_as_many_items_as_vllms_where_slots_are_free(
     layers: list[torch.nn.Module], own: dict[str, Any], items: int
 ) -> None:
     model = torch.nn.Sequential(*layers)
-    assert with_free_slots(merged(Settings(**own), compilation()), model).max_items == items
-    theirs = compilation(encoder_cudagraph_max_vision_items_per_batch=3)
-    assert with_free_slots(merged(Settings(), theirs), model).max_items == 3
+    settings = merged(Settings(**own), compilation())
+    assert with_free_slots(settings, model, allow_empty=True).max_items == items
+    assert with_free_slots(settings, model, allow_empty=False).max_items == 8
+    theirs = merged(Settings(), compilation(encoder_cudagraph_max_vision_items_per_batch=3))
+    assert with_free_slots(theirs, model, allow_empty=True).max_items == 3
 
 
 def test_unknown_option_in_additional_config() -> None:
