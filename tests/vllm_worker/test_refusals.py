@@ -102,6 +102,25 @@ def test_a_class_that_brings_its_own_code_for_graphs_is_served(engine: Any) -> N
         assert _outgrown(made) is None, made
 
 
+def test_vllms_own_model_that_takes_sound_beside_pictures_is_served(engine: Any) -> None:
+    """MiniCPM-o parses sound too, before code for graphs that it inherits with its pictures."""
+    from vllm.model_executor.models import gemma4_unified, minicpmo
+
+    from graphhal.vllm_worker.refusals import engine_refusal
+
+    def refusal(kind: type) -> str | None:
+        model = kind.__new__(kind)
+        torch.nn.Module.__init__(model)
+        return engine_refusal(engine, model, is_first_stage=True)
+
+    assert refusal(minicpmo.MiniCPMO2_6) is None
+    parse = {"_parse_and_validate_multimodal_inputs": lambda self, **_: {}}
+    assert "is its own" in str(refusal(type("Other", (minicpmo.MiniCPMO2_6,), parse)))
+    assert "_process_image_input is its own" in str(
+        refusal(gemma4_unified.Gemma4UnifiedForConditionalGeneration)
+    )
+
+
 @pytest.mark.parametrize("step", ["embed_multimodal", "_parse_and_validate_audio_input"])
 def test_a_thinker_that_is_derived_and_encodes_in_its_own_way_has_no_graphs(
     engine: Any, step: str
