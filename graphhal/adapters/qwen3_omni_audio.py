@@ -290,12 +290,14 @@ class Qwen3OmniAudio(EncoderAdapter):
         return {"input_features": features, "feature_lens": lengths}
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
-        """Full, a tail that is a token short, many short clips at full and at low load."""
+        """Full, a tail that is a token short, a window short (full enough where every slot needs a
+        row), many short clips at full and at low load."""
         chunks, clips = capacity.rows, capacity.items
         full = chunks * self.width
         yield self._items_of([full])
         if chunks > 1:
             yield self._items_of([full - 2**CONVOLUTIONS])
+            yield self._items_of([full - self.width])
         if clips > 1:
             yield self._items_of([(chunks - clips + 1) * self.width] + [1] * (clips - 1))
         if clips > 2:

@@ -372,24 +372,27 @@ class Qwen3OmniVision(EncoderAdapter):
         return self._items_of(capacity.key.path, sizes)
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
-        """Full, one token short, many short sequences at full and at low load."""
+        """Full, one token short, many short sequences at full and at low load; as full as can be
+        where every slot needs a row."""
         budget, items = capacity.tokens, capacity.items
+        bound = capacity.sequences[BOUNDARIES]
+        filled = budget - -(-(bound.slots - 1) // self.merge_area)
         if capacity.key.path == "video":
-            bound = capacity.sequences[BOUNDARIES]
             longest = bound.max_seqlen // self.merge_area
             frames = next(
                 n
                 for n in range(bound.slots, 0, -1)
                 if n - (-(budget - n) // longest) <= bound.slots
             )
-            groups = [_videos(n, longest, frames, items) for n in (budget, budget - 1)]
+            groups = [_videos(n, longest, frames, items) for n in (budget, budget - 1, filled)]
             if items > 1:
                 groups.append([(frames // 2, 1), (1, min(longest, budget - frames // 2))])
             groups.append([(frames, 1)])
         else:
             groups = [[(1, budget)], [(1, budget - 1)]]
             groups.append([(1, budget // items)] * items)
-            groups += [[(1, 1)] * (items - 1) + [(1, budget - items + 1)], [(1, 1)] * items]
+            groups += [[(1, 1)] * (items - 1) + [(1, budget - items + 1)]]
+            groups += [[(1, filled)], [(1, 1)] * items]
         seen: list[list[tuple[int, int]]] = []
         for group in groups:
             if group not in seen and group and all(min(sizes) > 0 for sizes in group):

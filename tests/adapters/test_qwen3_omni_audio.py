@@ -196,6 +196,15 @@ def test_short_and_large_groups_run_eagerly_for_their_own_reason(tower):
         assert plan.steps == (Eager(plan.steps[0].items, reason),)
 
 
+def test_where_every_slot_needs_a_row_a_nearly_full_group_is_checked(tower):
+    """As ROCm's attention has it."""
+    adapter, _ = tower
+    for capacity in adapter.capacities(Settings(audio_chunks="2-64", max_items=8)):
+        cases = adapter.worst_cases(capacity)
+        first = next(group for group in cases if capacity.misfit(group, False) is None)
+        assert sum(item.tokens for item in first) >= capacity.tokens - 13, capacity.key
+
+
 def test_every_count_has_slots_for_its_worst_group(tower):
     adapter, _ = tower
     rng = np.random.default_rng(5)

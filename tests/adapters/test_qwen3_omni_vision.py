@@ -432,6 +432,17 @@ def test_worst_cases_fit_and_the_first_is_full(tower, max_items, max_frames, bud
             assert any(not capacity.is_exact_for(group) for group in groups)
 
 
+@pytest.mark.parametrize("max_items", [2, 8])
+def test_where_every_slot_needs_a_row_a_nearly_full_group_is_checked(tower, max_items):
+    """As ROCm's attention has it; it was one token for each item, of any budget."""
+    adapter, _ = tower
+    for capacity in adapter.capacities(Settings(max_items=max_items, max_frames=16)):
+        groups = [g for g in adapter.worst_cases(capacity) if capacity.misfit(g, False) is None]
+        slots = capacity.sequences["cu_seqlens"].slots
+        tokens = [sum(item.tokens for item in group) for group in groups]
+        assert tokens[0] >= capacity.tokens - (slots + 3) // 4, capacity.key
+
+
 def test_every_worst_case_in_poisoned_buffers_equals_eager(tower, encode):
     adapter, _ = tower
     settings = Settings(token_budgets="1,5,16,37", max_items=3, max_frames=6)
