@@ -6,7 +6,7 @@
 #
 # PYTHON: interpreter to use. ASCEND_VENV: environment to make or reuse; torch_npu must never share
 # one with other platforms, since torch loads it by itself. SIMULATED_GROUPS: random groups a tower
-# (by default 200, and 20 of the slow one).
+# (by default 200, and 5 of the slow one).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
