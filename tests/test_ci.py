@@ -7,6 +7,7 @@ import pytest
 
 from ci import matrix, news, reference, run, workflow
 from ci.matrix import Cell, MatrixError
+from graphhal.plan import MissReason
 
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CELL = """
@@ -196,6 +197,13 @@ def test_the_fragments_of_this_checkout_have_kinds() -> None:
 def test_the_references_in_the_docs_are_what_the_code_says(name: str) -> None:
     path, text = reference.page(name)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_operators_are_told_what_to_do_about_each_miss(reason: MissReason) -> None:
+    told = (run.ROOT / "docs" / "operators.md").read_text()
+    rows = [line.split("|")[1] for line in told.splitlines() if line.startswith("|")]
+    assert any(reason in row for row in rows)
 
 
 def test_a_stale_reference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
