@@ -260,7 +260,11 @@ def _choose(found: Sequence[FoundPlugin], wanted: str | None) -> FoundPlugin:
         for plugin in found:
             if plugin.name == wanted.strip() and plugin.usable:
                 return plugin
-        raise NoPlatformError(_tried(found, f"platform {wanted!r} cannot serve this process."))
+        problem = f"platform {wanted!r} cannot serve this process."
+        if all(plugin.name != wanted.strip() for plugin in found):
+            names = ", ".join(plugin.name for plugin in found) or "none is installed"
+            problem = f"no platform is called {wanted!r}; GRAPHHAL_PLATFORM takes one of: {names}."
+        raise NoPlatformError(_tried(found, problem))
     usable = [plugin for plugin in found if plugin.usable]
     devices = [plugin for plugin in usable if not _info(plugin).reference]
     if len(devices) == 1:

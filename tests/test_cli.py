@@ -105,6 +105,20 @@ def test_platforms_diagnoses_where_none_can_serve(monkeypatch: pytest.MonkeyPatc
     assert found["problem"].startswith("0 platforms can serve")
 
 
+def test_platforms_warns_of_names_that_no_plugin_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHHAL_BLOCK_PLUGINS", "cdua")
+    result = run("platforms", "--json")
+    assert output_json(result)["active"] is not None
+    (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert "GRAPHHAL_BLOCK_PLUGINS names cdua, which is not installed. Installed: " in warning
+
+
+def test_platforms_says_where_no_platform_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHHAL_PLATFORM", "cdua")
+    found = output_json(run("platforms", "--json"))
+    assert found["problem"].startswith("no platform is called 'cdua'; GRAPHHAL_PLATFORM takes one")
+
+
 def test_bench_encodes_a_picture_and_reports_parity_time_and_memory(photograph: Path) -> None:
     document = output_json(run("bench", *QUICK, "--tower", VISION, "--image", photograph, "--json"))
     assert document["schema"] == 1

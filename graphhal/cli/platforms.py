@@ -19,7 +19,8 @@ def platforms(
 ) -> None:
     """Show the platform plugins: where each comes from, whether it is usable, which is active."""
     settings = Settings()
-    found = find_plugins(settings)
+    with screen.warnings_of("graphhal.discovery"):
+        found = find_plugins(settings)
     active, problem = None, None
     try:
         active = open_platform(settings=settings).info.name
