@@ -12,10 +12,11 @@ ITEMS = "compilation_config.encoder_cudagraph_max_vision_items_per_batch"
 FRAMES = "compilation_config.encoder_cudagraph_max_frames_per_batch"
 
 
-FREE_SLOTS = ("FLASH_ATTN",)
-"""Attention backends of vLLM that skip sequences without rows. A kernel that walks every slot to
-its bound (TRITON_ATTN) takes longer for each: 784 tokens 62 ms with 64 slots, 40 with 8 (H200).
-One that takes no empty sequence (ROCm's) needs a row for every spare slot."""
+FREE_SLOTS = ("FLASH_ATTN 3", "FLASH_ATTN 4")
+"""Attention backends of vLLM, with the version of FlashAttention, that skip sequences without rows.
+A kernel that walks every slot to its bound (TRITON_ATTN, FlashAttention 2) takes longer for each:
+784 tokens 62 ms with 64 slots, 40 with 8 (TRITON_ATTN, H200). One that takes no empty sequence
+(ROCm's) needs a row for every spare slot."""
 MOST_ITEMS = 64
 """Items in a graph where slots are free and no option says how many: as many as vLLM's own manager
 takes for Qwen's towers, whose smallest budget is 64."""
@@ -107,7 +108,7 @@ def with_free_slots(settings: Settings, model: Any, allow_empty: bool) -> Settin
         allow_empty: whether the platform lets a slot be empty.
     """
     backends = {
-        getattr(module.attn_backend, "name", "unknown")
+        f"{getattr(module.attn_backend, 'name', 'unknown')} {getattr(module, '_fa_version', None)}"
         for module in model.modules()
         if any(base.__name__ == "MMEncoderAttention" for base in type(module).__mro__)
     }

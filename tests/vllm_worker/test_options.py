@@ -160,9 +160,10 @@ def test_both_places_for_an_option_must_agree(
 class MMEncoderAttention(torch.nn.Module):
     """As vLLM's, in what is asked of it."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, version: int | None = None) -> None:
         super().__init__()
         self.attn_backend = types.SimpleNamespace(name=backend)
+        self._fa_version = version
 
 
 class AnotherAttention(MMEncoderAttention):
@@ -178,11 +179,13 @@ class Attention(torch.nn.Module):
 @pytest.mark.parametrize(
     ("layers", "own", "items"),
     [
-        ([MMEncoderAttention("FLASH_ATTN")], {}, 64),
-        ([AnotherAttention("FLASH_ATTN"), Attention()], {}, 64),
+        ([MMEncoderAttention("FLASH_ATTN", 3)], {}, 64),
+        ([AnotherAttention("FLASH_ATTN", 4), Attention()], {}, 64),
+        ([MMEncoderAttention("FLASH_ATTN", 2)], {}, 8),
+        ([MMEncoderAttention("FLASH_ATTN")], {}, 8),
         ([MMEncoderAttention("ROCM_AITER_FA")], {}, 8),
-        ([MMEncoderAttention("FLASH_ATTN")], {"max_items": 8}, 8),
-        ([MMEncoderAttention("FLASH_ATTN"), MMEncoderAttention("TRITON_ATTN")], {}, 8),
+        ([MMEncoderAttention("FLASH_ATTN", 3)], {"max_items": 8}, 8),
+        ([MMEncoderAttention("FLASH_ATTN", 3), MMEncoderAttention("TRITON_ATTN")], {}, 8),
         ([MMEncoderAttention("TORCH_SDPA")], {}, 8),
         ([Attention()], {}, 8),
         ([], {}, 8),

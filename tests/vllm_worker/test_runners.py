@@ -152,7 +152,7 @@ def test_a_step_of_many_pictures_is_replayed_where_slots_are_free(
     from graphhal.vllm_worker import limits
 
     if free:
-        monkeypatch.setattr(limits, "FREE_SLOTS", ("TORCH_SDPA",))
+        monkeypatch.setattr(limits, "FREE_SLOTS", ("TORCH_SDPA None",))
     engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = 0
     engine.additional_config["graphhal"]["vllm_adapter"] = adapter
     model = on_cpu.qwen3_vl(engine)
