@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphhal.errors import AdapterError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import Platform
@@ -170,6 +171,20 @@ class EncoderAdapter(ABC):
         """Where the host keeps such modules. The engine watches that they stay there; a tower that
         is replaced as a whole is seen nowhere else."""
         return ()
+
+
+def refuse_hidden_methods(adapter: EncoderAdapter) -> None:
+    """Refuse an adapter one of whose attributes hides a method: a count called `places`.
+
+    Raises:
+        AdapterError: names the attribute.
+    """
+    for name, method in vars(EncoderAdapter).items():
+        if callable(method) and not callable(getattr(adapter, name, method)):
+            raise AdapterError(
+                f"{adapter.name}: its attribute {name!r} hides the method EncoderAdapter.{name}; "
+                "call the attribute something else"
+            )
 
 
 class AdapterFactory(Protocol):

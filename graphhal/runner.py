@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphhal import cost, self_check
-from graphhal.adapter import EncoderAdapter
+from graphhal.adapter import EncoderAdapter, refuse_hidden_methods
 from graphhal.cost_table import CostTable
 from graphhal.errors import (
     AdapterError,
@@ -65,6 +65,7 @@ class EncoderGraphs:
 
     Raises:
         SettingsError: `memory_limit` is a fraction, and the platform does not know free memory.
+        AdapterError: an attribute of the adapter hides one of its methods.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class EncoderGraphs:
                 f"memory_limit is a fraction, but platform {platform.info.name} cannot say how "
                 "much memory is free; set bytes"
             )
+        refuse_hidden_methods(adapter)
         adapter.prepare(platform)
         self._execution = Execution(adapter, platform)
         self._graphs = GraphSet(adapter, platform, self.settings, self.peers)

@@ -1035,3 +1035,11 @@ def test_an_eager_call_that_runs_out_of_memory_is_tried_once_more(monkeypatch):
     monkeypatch.setattr(graphs.adapter, "forward", failing)
     assert torch.equal(torch.cat(graphs.run(asked)), expected)
     assert failures
+
+
+@pytest.mark.parametrize("name", ["places", "path", "refusal"])
+def test_an_attribute_that_hides_a_method_is_named(name: str) -> None:
+    encoder = ToyEncoder()
+    setattr(encoder, name, 1500)
+    with pytest.raises(AdapterError, match=f"its attribute '{name}' hides the method"):
+        EncoderGraphs(encoder, plain_platform())
