@@ -32,8 +32,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def graphhal_probe() -> PlatformInfo | Unavailable:
-    """Say whether this platform can serve. Once per process, every plugin; the device library is
-    imported only here."""
+    """Say whether this platform can serve. At start-up, every plugin, perhaps more than once; the
+    device library is imported only here."""
 
 
 @hookspec(firstresult=True)
@@ -77,4 +77,4 @@ def graphhal_release(graphs: Sequence[CapturedGraph]) -> None:
 
 @hookspec
 def graphhal_adapters() -> Sequence[AdapterFactory]:
-    """Adapters that this plugin adds. Once per process."""
+    """Adapters that this plugin adds. At start-up, perhaps more than once."""

@@ -54,7 +54,9 @@ def unclaimed_checks_have_reasons(subject: Subject) -> None:
                 "to pass that check; it cannot be waived",
             )
         if len(reason.split()) < 3:
-            raise CheckFailure(f"the reason for {name!r} is {reason!r}", "a reason in words")
+            raise CheckFailure(
+                f"the reason for {name!r} is {reason!r}", "a reason of three words or more"
+            )
 
 
 @check("the imports of the plugin's module")
