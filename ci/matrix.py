@@ -34,6 +34,7 @@ class Cell:
             is set); without all of them the cell is skipped with the reason.
         minutes: time limit of set-up and command together.
         hosted: runs in the hosted workflow too.
+        if_time: comes after the others, and is left out where time runs short.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Cell:
     needs: tuple[str, ...] = ()
     minutes: int = 15
     hosted: bool = True
+    if_time: bool = False
 
 
 def load(path: Path = MATRIX) -> tuple[Cell, ...]:

@@ -194,15 +194,22 @@ def _check_platforms(names: Sequence[str]) -> None:
             raise MatrixError(f"no cell tests platform {name!r}. Platforms: {platforms}")
 
 
-def run(cells: Sequence[Cell], required: Sequence[str], jobs: int = 1) -> list[Result]:
+def run(
+    cells: Sequence[Cell],
+    required: Sequence[str],
+    jobs: int = 1,
+    time_minutes: float = float("inf"),
+) -> list[Result]:
     """Run every cell that this machine can; a skip of a required platform is a failure.
 
     Args:
         cells: to run, in order.
         required: platforms that must be here.
         jobs: cells at a time; with several, each cell's output is printed when it is done.
+        time_minutes: cells that are for when there is time are not started after these.
     """
     printing = threading.Lock()
+    began = time.monotonic()
 
     def one(cell: Cell) -> Result:
         reason = missing_need(cell)
@@ -210,6 +217,8 @@ def run(cells: Sequence[Cell], required: Sequence[str], jobs: int = 1) -> list[R
             if cell.platform in required:
                 return Result(cell.name, "failed", f"required, but {reason}")
             return Result(cell.name, "skipped", reason)
+        if cell.if_time and time.monotonic() - began > 60 * time_minutes:
+            return Result(cell.name, "skipped", f"no time: {time_minutes:g} minutes are over")
         if jobs == 1:
             print(f"\n=== cell {cell.name}: {cell.title}", flush=True)
             return run_cell(cell, lambda text: print(text, flush=True))
@@ -221,9 +230,10 @@ def run(cells: Sequence[Cell], required: Sequence[str], jobs: int = 1) -> list[R
         return result
 
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        # The longest first, so that no worker is left with one at the end; told in the given order.
-        longest = sorted(cells, key=lambda cell: -cell.minutes) if jobs > 1 else cells
-        results = {result.cell: result for result in pool.map(one, longest)}
+        # What must run comes first, and of that the longest, so that no worker is left with one at
+        # the end; told in the given order.
+        order = sorted(cells, key=lambda c: (c.if_time, -c.minutes if jobs > 1 else 0))
+        results = {result.cell: result for result in pool.map(one, order)}
     return [results[cell.name] for cell in cells]
 
 
@@ -234,6 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the matrix and stop")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--json", action="store_true", help="results as JSON at the end")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="after these, no cell is started that is for when there is time",
+    )
     parser.add_argument(
         "--require-platform",
         action="append",
@@ -251,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(list_cells(cells))
         return 0
-    results = run(cells, options.require_platform, options.jobs)
+    results = run(cells, options.require_platform, options.jobs, options.minutes)
     rows = [("cell", "result", "tests", "skipped", "seconds", "reason")]
     rows += [
         (r.cell, r.status, str(r.tests), str(r.skipped), f"{r.seconds:.0f}", r.reason)

@@ -125,6 +125,18 @@ def test_a_skip_of_a_required_platform_is_a_failure() -> None:
     assert [result.status for result in run.run([absent], required=["npu"])] == ["failed"]
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize(("minutes", "said"), [(-1.0, "no time: -1 minutes are over"), (60.0, "")])
+def test_what_is_for_when_there_is_time_comes_last_or_not_at_all(
+    jobs: int, minutes: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [cell(name="two", if_time=True, minutes=30), cell(name="one", minutes=1)]
+    two, one = run.run(cells, required=[], jobs=jobs, time_minutes=minutes)
+    assert (one.status, two.status, two.reason) == ("passed", "skipped" if said else "passed", said)
+    shown = capsys.readouterr().out
+    assert shown.index("one") < (len(shown) if said else shown.index("two"))
+
+
 def test_cells_side_by_side_keep_their_output_together(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
