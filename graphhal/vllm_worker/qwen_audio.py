@@ -1,6 +1,6 @@
 """The adapter for vLLM's own Qwen3-Omni audio tower, and vLLM-Omni's; see `qwen_towers`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,12 +11,11 @@ from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudio
 from graphhal.adapters.qwen3_omni_vision import BOUNDARIES, CACHED_GROUPS
 from graphhal.errors import AdapterError
 from graphhal.items import ItemSpec
-from graphhal.platform import Platform
+from graphhal.vllm_worker.held_tower import EAGER, HeldTower
 from graphhal.vllm_worker.qwen_blocks import linear
-from graphhal.vllm_worker.qwen_towers import EAGER, check_backend
 
 
-class VllmQwenAudio(Qwen3OmniAudio):
+class VllmQwenAudio(HeldTower, Qwen3OmniAudio):
     """vLLM's Qwen3-Omni audio tower: one full-width graph for each chunk count.
 
     Args:
@@ -27,8 +26,7 @@ class VllmQwenAudio(Qwen3OmniAudio):
     name = "vllm_qwen3_omni_audio"
 
     def __init__(self, tower: Any, kept: Sequence[Place] = ()) -> None:
-        self.tower = tower
-        self.kept = kept
+        HeldTower.__init__(self, tower, kept)
         self.width = 2 * int(tower.n_window)
         self.mel = int(tower.num_mel_bins)
         self.window_tokens = _after_convolutions(self.width)
@@ -37,22 +35,9 @@ class VllmQwenAudio(Qwen3OmniAudio):
             raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
         self.device = self._weight().device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
-        self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
 
     def _weight(self) -> torch.Tensor:
         return self.tower.conv2d1.weight  # type: ignore[no-any-return]
-
-    def prepare(self, platform: Platform) -> None:
-        """Nothing to take: the tower brings vLLM's attention, which must read row numbers."""
-        check_backend(self.tower, platform)
-
-    def modules(self) -> Iterable[torch.nn.Module]:
-        """The tower."""
-        return (self.tower,)
-
-    def places(self) -> Sequence[Place]:
-        """Where the model keeps it."""
-        return self.kept
 
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
@@ -71,7 +56,7 @@ class VllmQwenAudio(Qwen3OmniAudio):
         width = _width(items)
         if sum(lengths) < features.shape[1] and max(lengths) < width:
             parts.append(features.new_zeros(self.mel, width))
-        self._request = (mm_kwargs, tuple(items))
+        self._eager_items = tuple(items)
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return {EAGER: joined.to(self.device, self.dtype)}
 
@@ -106,9 +91,7 @@ class VllmQwenAudio(Qwen3OmniAudio):
         return part
 
     def _eager_forward(self, features: torch.Tensor) -> torch.Tensor:
-        if self._request is None:
-            raise AdapterError(f"{self.name}: an eager forward needs a request")
-        (_, items), self._request = self._request, None
+        items = self._take_eager_items()
         lengths, tokens = [_frames(item) for item in items], [item.tokens for item in items]
         own = sum(tokens)
         silence = features.shape[1] - sum(lengths)

@@ -30,17 +30,13 @@ from graphhal.adapters.qwen3_omni_vision import (
 from graphhal.errors import AdapterError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, SequenceBound
-from graphhal.platform import Platform
 from graphhal.settings import Settings
+from graphhal.vllm_worker.held_tower import EAGER, HeldTower
 from graphhal.vllm_worker.qwen_blocks import through_parts
 
 log = logging.getLogger(__name__)
 
-EAGER = "eager_request"
-"""The input that tells `forward` to run the tower's own eager code."""
 WINDOWS = "cu_window_seqlens"
-PACKED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_FA")
-"""Attention of vLLM that reads boundaries as row numbers."""
 
 MODALITY_OF = {pixels: modality for modality, (pixels, _) in KEYS.items()}
 """Of the key that carries pixels."""
@@ -48,23 +44,7 @@ MODALITY_OF = {pixels: modality for modality, (pixels, _) in KEYS.items()}
 Arrays = tuple[npt.NDArray[Any], ...]
 
 
-def backend_of(tower: torch.nn.Module) -> str:
-    """The name of the attention backend that vLLM chose for a tower."""
-    return str(getattr(getattr(tower, "attn_backend", None), "name", "unknown"))
-
-
-def check_backend(tower: torch.nn.Module, platform: Platform) -> None:
-    """Raise `AdapterError` where boundaries cannot reach the tower's attention."""
-    if backend_of(tower) not in PACKED_BACKENDS:
-        raise AdapterError(f"attention {backend_of(tower)} reads boundaries in another way")
-    if platform.info.boundary_order == "after":
-        raise AdapterError(
-            f"platform {platform.info.name} hands boundaries to the attention kernel itself; "
-            "vLLM's towers read them from a buffer"
-        )
-
-
-class VllmQwenVision(Qwen3OmniVision):
+class VllmQwenVision(HeldTower, Qwen3OmniVision):
     """vLLM's Qwen3-VL tower, and the Qwen3-Omni thinker's; images and videos, DeepStack levels.
 
     Args:
@@ -85,8 +65,7 @@ class VllmQwenVision(Qwen3OmniVision):
         name: str,
         kept: Sequence[Place] = (),
     ) -> None:
-        self.tower = tower
-        self.kept = kept
+        HeldTower.__init__(self, tower, kept)
         self.name = name
         self.modalities = tuple(modalities)
         self.takes_metadata = takes_metadata
@@ -98,7 +77,6 @@ class VllmQwenVision(Qwen3OmniVision):
         self.device = projection.device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
-        self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
         self._by_parts: bool | None = None
 
     def _weight(self) -> torch.Tensor:
@@ -106,18 +84,6 @@ class VllmQwenVision(Qwen3OmniVision):
 
     def _table_side(self) -> int:
         return int(self.tower.num_grid_per_side)
-
-    def prepare(self, platform: Platform) -> None:
-        """Nothing to take: the tower brings vLLM's attention, which must read row numbers."""
-        check_backend(self.tower, platform)
-
-    def modules(self) -> Iterable[torch.nn.Module]:
-        """The tower."""
-        return (self.tower,)
-
-    def places(self) -> Sequence[Place]:
-        """Where the model keeps it."""
-        return self.kept
 
     def forget(self) -> None:
         """Blocks are tried part by part anew."""
@@ -165,7 +131,7 @@ class VllmQwenVision(Qwen3OmniVision):
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
     ) -> dict[str, torch.Tensor]:
         """The caller's pixels, and a mark for `forward` to run the tower's own eager code."""
-        self._request = (mm_kwargs, tuple(items))
+        self._eager_items = tuple(items)
         return super().eager_inputs(mm_kwargs, items) | {EAGER: torch.zeros(1)}
 
     def forward(
@@ -198,11 +164,9 @@ class VllmQwenVision(Qwen3OmniVision):
         return self._through_blocks(inputs[PIXELS], positions, cos, sin, boundaries, by_parts)
 
     def _eager_forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        if self._request is None:
-            raise AdapterError(f"{self.name}: an eager forward needs a request")
+        items = self._take_eager_items()
         if self._by_parts is None:  # comes before every capture of a ladder
             self._by_parts = self._parts_agree()
-        (_, items), self._request = self._request, None
         grid = [[item.frames, *_frame(item)] for item in items]
         output: torch.Tensor = self.tower(
             pixels, grid if self.takes_metadata else torch.tensor(grid)

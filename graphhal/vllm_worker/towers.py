@@ -16,6 +16,7 @@ from graphhal.adapter import EncoderAdapter, Place
 from graphhal.errors import AdapterError, SettingsError
 from graphhal.settings import ENV_PREFIX, Settings
 from graphhal.vllm_worker import compatibility, touched
+from graphhal.vllm_worker.held_tower import PACKED_BACKENDS, backend_of
 from graphhal.vllm_worker.limits import Limits, limits_of
 from graphhal.vllm_worker.protocol import Dialect
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
@@ -249,12 +250,7 @@ def _wrap_vision(
 ) -> EncoderAdapter | None:
     tower = model.visual
     try:
-        from graphhal.vllm_worker.qwen_towers import (
-            PACKED_BACKENDS,
-            VllmQwen25Vision,
-            VllmQwenVision,
-            backend_of,
-        )
+        from graphhal.vllm_worker.qwen_towers import VllmQwen25Vision, VllmQwenVision
     except ImportError as error:
         log.warning("graphhal: the protocol is used: %s", error)
         return None
