@@ -5,7 +5,7 @@ memory of the graph pool are filled with NaN: a graph that reads a row nobody wr
 """
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -31,6 +31,7 @@ TOKEN_FACTOR = 8.0
 COMPARED = 2**21
 """Elements that are compared at a time: in float64 they take some 64 MiB, not a card's rest."""
 
+_Case = tuple[ItemSpec, ...]
 _References = dict[Hashable, torch.Tensor]
 
 
@@ -81,8 +82,10 @@ class Difference:
 def _by_token(graph: torch.Tensor, eager: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """‖graph − eager‖, ‖eager‖ and the cosine of each token, in float64."""
     ours, reference = graph.double(), eager.double()
-    cosine = torch.nn.functional.cosine_similarity(ours, reference, dim=1)
-    return (ours - reference).norm(dim=1), reference.norm(dim=1), cosine
+    norm, dot = reference.norm(dim=1), torch.linalg.vecdot(ours, reference)
+    smallest = torch.finfo(torch.float64).tiny
+    cosine = dot / (ours.norm(dim=1) * norm).clamp(min=smallest)
+    return (ours - reference).norm(dim=1), norm, cosine
 
 
 def check(
@@ -96,23 +99,31 @@ def check(
 ) -> Iterator[tuple[GraphKey, str]]:
     """Yield (key, reason) of every graph that must not be used.
 
-    Of every graph the exactly full case always runs and, unless the check is quick, the one with
-    most padding: the full case of the next smaller graph, whose eager reference is there already.
-    The other worst cases take turns, graph by graph, while the check has taken less than
-    `budget_seconds`. The caller drops a graph when it is yielded.
+    A quick check runs the exactly full case of every graph. A full one always runs two that take
+    little time: the exactly full case with the shortest sequences, and the one with most padding,
+    which is that case of the next smaller graph, whose eager reference is there already (of the
+    smallest graph the first two of its worst cases instead). The others, longest sequences first,
+    take turns graph by graph while the next will have ended within `budget_seconds`. Where any of
+    them fails, a graph of the same path that had no time for all of its own is not used either.
+
+    The caller drops a graph when it is yielded.
     """
     if mode is SelfCheck.OFF:
         return
     started = perf_counter()
+    slowest = 0.0
 
-    def problem(key: GraphKey, items: tuple[ItemSpec, ...], eager: _References) -> str | None:
+    def problem(key: GraphKey, items: _Case, eager: _References) -> str | None:
+        nonlocal slowest
+        began = perf_counter()
         entry = graphs.entries[key]
         reason = _compare(adapter, execution, graphs, entry, items, eager, tolerance)
+        slowest = max(slowest, perf_counter() - began)
         return peers.first_problem(f"self-check of {key}", reason)
 
-    full: dict[str, tuple[ItemSpec, ...]] = {}
+    full: dict[str, _Case] = {}
     references: dict[str, _References] = {}
-    others: dict[GraphKey, list[tuple[ItemSpec, ...]]] = {}
+    others: dict[GraphKey, list[_Case]] = {}
     for entry in sorted(graphs.entries.values(), key=lambda e: e.capacity.rows):
         capacity, path = entry.capacity, entry.capacity.key.path
         try:
@@ -121,29 +132,64 @@ def check(
             log.debug("%s: no worst cases", capacity.key, exc_info=True)
             yield capacity.key, f"self-check: no worst cases: {type(error).__name__}: {error}"
             continue
-        most_padding = full.get(path)
-        if most_padding is not None and execution.fits(capacity, most_padding):
-            cases.insert(1, most_padding)
+        always = cases[:1]
+        if mode is SelfCheck.FULL and cases:
+            always = [_shortest_of_the_fullest(cases)]
+            for items in [full[path]] if path in full else cases[:2]:
+                if items not in always and execution.fits(capacity, items):
+                    always.append(items)
         eager = references.setdefault(path, {})
         reason = None
-        for items in cases[: 1 if mode is SelfCheck.QUICK else 2]:
+        for items in always:
             reason = reason or problem(capacity.key, items, eager)
         if reason is not None:
             yield capacity.key, reason
         elif mode is SelfCheck.FULL:
-            others[capacity.key] = cases[2:]
-        full[path] = cases[0]
-        references[path] = {k: v for k, v in eager.items() if k == _case_key(cases[0])}
-    for turn in range(max(map(len, others.values()), default=0)):
-        for key, cases in others.items():
-            if turn >= len(cases) or key not in graphs.entries:
-                continue
-            # Ranks must run the same cases, so only a rank alone may stop for lack of time.
-            if peers.size == 1 and perf_counter() - started > budget_seconds:
-                return
-            reason = problem(key, cases[turn], {})
-            if reason is not None:
-                yield key, reason
+            others[capacity.key] = [case for case in cases if case not in always]
+        full[path] = always[0]
+        references[path] = {k: v for k, v in eager.items() if k == _case_key(always[0])}
+    failed: set[str] = set()
+    for key, items in _in_turns(others):
+        if key not in graphs.entries:
+            continue
+        over = perf_counter() - started + slowest > budget_seconds
+        if any(peers.exchange("self-check is out of time", over)):  # ranks run the same cases
+            break
+        reason = problem(key, items, {})
+        others[key].remove(items)
+        if reason is not None:
+            failed.add(key.path)
+            yield key, reason
+    for key, left in others.items():
+        if left and key.path in failed and key in graphs.entries:
+            yield key, "self-check: no time for a case that another graph of this path failed"
+
+
+def _shortest_of_the_fullest(cases: Sequence[_Case]) -> _Case:
+    """Of the cases with most rows, the one that attention takes least time for."""
+
+    def rows(items: _Case) -> int:
+        return sum(item.rows for item in items)
+
+    def squares(items: _Case) -> int:
+        return sum(n * n for item in items for part in item.sequences.values() for n in part)
+
+    most = max(map(rows, cases))
+    return min((items for items in cases if rows(items) == most), key=squares)
+
+
+def _in_turns(cases: Mapping[GraphKey, Sequence[_Case]]) -> list[tuple[GraphKey, _Case]]:
+    """One case of each graph after another, small graphs first; before all others one of the
+    largest graph of each path, where a sequence can be longest."""
+    turns = [
+        (key, each[turn])
+        for turn in range(max(map(len, cases.values()), default=0))
+        for key, each in cases.items()
+        if turn < len(each)
+    ]
+    largest = {key.path: (key, each[0]) for key, each in cases.items() if each}
+    first = list(largest.values())
+    return first + [pair for pair in turns if pair not in first]
 
 
 def _case_key(items: Sequence[ItemSpec]) -> Hashable:
@@ -155,7 +201,7 @@ def _compare(
     execution: Execution,
     graphs: GraphSet,
     entry: Entry,
-    items: tuple[ItemSpec, ...],
+    items: _Case,
     eager: _References,
     tolerance: float | None,
 ) -> str | None:

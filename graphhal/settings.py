@@ -48,7 +48,8 @@ class Policy(StrEnum):
 class SelfCheck(StrEnum):
     """How much of the self-check runs at capture.
 
-    `full`: every worst case of every graph; `quick`: the exactly full case; `off`: none.
+    `full`: the worst cases of every graph, as many of the costly ones as there is time for while
+    the check takes no longer than the capture; `quick`: the exactly full case; `off`: none.
     """
 
     FULL = "full"

@@ -1,5 +1,6 @@
 """The self-check: every fault that a graph can have shows on its worst cases."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,13 @@ from hypothesis import strategies as st
 
 from graphhal import self_check
 from graphhal.errors import ReplayError
+from graphhal.graph_set import GraphSet
 from graphhal.plan import GraphKey
 from graphhal.runner import EncoderGraphs
 from graphhal.self_check import TOKEN_FACTOR, TOLERANCE, Difference
 from graphhal.settings import Settings
 from tests.plain_platform import PlainPlugin, plain_attention, plain_platform
-from tests.toy_encoder import ToyEncoder, images
+from tests.toy_encoder import MERGE, ToyEncoder, images
 
 BUDGETS = (4, 8, 16)
 
@@ -197,18 +199,84 @@ def test_off_checks_nothing_and_quick_only_the_full_case():
     captured(plugin, self_check="quick")
     assert plugin.count("replay") == len(BUDGETS)
     captured(plugin, self_check="full")
-    # full, one short, many short; the larger two also the full case of the next smaller
-    assert plugin.count("replay") == len(BUDGETS) + 3 * len(BUDGETS) + 2
+    # full, one short, many short; the larger two also the full case of the next smaller, which is
+    # eight short ones, as the largest has anyway
+    assert plugin.count("replay") == len(BUDGETS) + 3 * len(BUDGETS) + 1
+
+
+class Clock:
+    """Ticks once for each row that a graph replays, and lets capture take as long as it is told."""
+
+    def __init__(self, monkeypatch, capture: float) -> None:
+        self.now = 0.0
+        self.replayed: list[tuple[int, int]] = []
+        monkeypatch.setattr(self_check, "perf_counter", lambda: self.now)
+        own = GraphSet.capture
+
+        def took(*args, **kwargs):
+            report = own(*args, **kwargs)
+            report.seconds = capture
+            return report
+
+        monkeypatch.setattr(GraphSet, "capture", took)
+
+    def __call__(self, graph) -> None:
+        self.now += graph.request.output.shape[0]
+        ends = graph.request.inputs["cu_seqlens"]
+        self.replayed.append((graph.key.size, int(ends.diff().max()) // MERGE))
 
 
 def test_a_check_out_of_time_still_runs_the_full_and_the_emptiest_case(monkeypatch):
-    plugin = PlainPlugin()
-    ticks = iter(range(0, 10**9, 1000))
-    monkeypatch.setattr(self_check, "perf_counter", lambda: next(ticks))
-    captured(plugin)
-    assert plugin.count("replay") == 2 * len(BUDGETS)
+    clock = Clock(monkeypatch, capture=0.0)
+    captured(PlainPlugin(after_replay=clock))
+    # Of the smallest the longest and the next case, whatever they take.
+    assert Counter(size for size, _ in clock.replayed) == {4: 3, 8: 2, 16: 2}
     for adapter in (StalePadding(budgets=BUDGETS), SharedScale(budgets=BUDGETS)):
         assert dropped(captured(PlainPlugin(), adapter)) == list(BUDGETS)
+
+
+def test_what_always_runs_has_short_sequences_and_the_longest_come_first_when_there_is_time(
+    monkeypatch,
+):
+    adapter = ToyEncoder(budgets=BUDGETS)
+    clock = Clock(monkeypatch, capture=1000.0)
+    captured(PlainPlugin(after_replay=clock), adapter, max_items=16)
+    always, turns = clock.replayed[:7], clock.replayed[7:]
+    assert [pair for pair in always if pair[0] > 4 and pair[1] > pair[0] / 2] == []
+    assert [pair for pair in turns if pair[0] == pair[1]] == [(16, 16), (8, 8)]
+    assert turns[0] == (16, 16)
+
+
+@pytest.mark.parametrize("capture", [60.0, 75.0, 90.0, 105.0])
+def test_a_check_takes_no_longer_than_the_capture(monkeypatch, capture):
+    clock = Clock(monkeypatch, capture)
+    captured(PlainPlugin(after_replay=clock), max_items=16)
+    assert capture - 2 * 16 < clock.now <= max(capture, 4 * 3 + 8 * 2 + 16 * 2)
+
+
+class LongIsWrong(ToyEncoder):
+    """In graphs, one sequence of more than six tokens is computed wrongly."""
+
+    def forward(self, inputs, max_seqlen):
+        ends = inputs["cu_seqlens"]
+        wrong = (ends.diff().max() > 6 * MERGE) & (len(ends) > 3)  # eager has one item then
+        return [
+            level * (1 + wrong.to(level.dtype)) for level in super().forward(inputs, max_seqlen)
+        ]
+
+
+def test_a_graph_without_time_for_a_case_that_another_failed_is_doubtful(monkeypatch):
+    adapter = LongIsWrong(budgets=(4, 8, 9, 10, 16))
+    clock = Clock(monkeypatch, capture=0.0)
+    captured(PlainPlugin(after_replay=clock), adapter, max_items=16)
+    needed = clock.now
+    monkeypatch.undo()
+    clock = Clock(monkeypatch, capture=needed + 16)  # the longest of the largest, and no more
+    graphs = captured(PlainPlugin(after_replay=clock), adapter, max_items=16)
+    assert dropped(graphs) == [8, 9, 10, 16]
+    reasons = {line.key.size: line.reason for line in graphs.report.dropped}
+    assert "differs from eager" in reasons[16]
+    assert reasons[8] == "self-check: no time for a case that another graph of this path failed"
 
 
 def test_eager_references_are_shared_between_graphs():

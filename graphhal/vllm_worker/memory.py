@@ -213,7 +213,7 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     if _meter(graphs.platform) is None:
         return graphs.capture().num_bytes, 0
     sampled = _spread([capacity.key for capacity in ladder])
-    report = _checked_quickly(graphs, sampled)
+    report = _unchecked(graphs, sampled)
     left_out = len(ladder) - len(sampled)
     if left_out and len(report.captured) < len(sampled):
         # The limit, or a failure, drops graphs: what stays is only known after all were tried.
@@ -229,11 +229,10 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     return report.num_bytes, rest
 
 
-def _checked_quickly(graphs: EncoderGraphs, keys: Sequence[GraphKey]) -> CaptureReport:
-    """Capture for a profile: what serves later is checked in full then."""
+def _unchecked(graphs: EncoderGraphs, keys: Sequence[GraphKey]) -> CaptureReport:
+    """Capture for a profile: nothing is served from it, and what serves later is checked then."""
     settings = graphs.settings
-    if settings.self_check is SelfCheck.FULL:
-        graphs.settings = settings.model_copy(update={"self_check": SelfCheck.QUICK})
+    graphs.settings = settings.model_copy(update={"self_check": SelfCheck.OFF})
     try:
         return graphs.capture(keys=keys)
     finally:

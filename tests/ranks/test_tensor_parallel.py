@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphhal import EncoderGraphs, Settings, graph_set, open_platform
+from graphhal import EncoderGraphs, Settings, graph_set, open_platform, self_check
 from graphhal.errors import CaptureError, PeersError, ReplayError
 from graphhal.peers import DistributedPeers
 from graphhal.platform import CaptureRequest
@@ -297,6 +298,31 @@ def self_check_differs(rank: int, size: int) -> Any:
     graphs._execution._platform = graphs.platform
     report = graphs.capture()
     return [str(c.key) for c in report.captured], [d.reason for d in report.dropped]
+
+
+def one_is_slow(rank: int, size: int) -> Any:
+    if rank == 1:
+        ticks = count(step=1000)
+        self_check.perf_counter = lambda: next(ticks)
+    else:
+        self_check.perf_counter = lambda: 0.0
+    graphs = graphs_of(rank)
+    replay = graphs.platform.replay
+    sizes: list[int] = []
+
+    def noted(graph: Any) -> None:
+        sizes.append(graph.key.size)
+        replay(graph)
+
+    object.__setattr__(graphs.platform, "replay", noted)
+    graphs._execution._platform = graphs.platform
+    graphs.capture()
+    return sizes
+
+
+def test_a_self_check_ends_on_all_ranks_where_one_is_out_of_time():
+    quick, slow = run_ranks(2, one_is_slow)
+    assert quick == slow and len(quick) == 7
 
 
 def test_a_verdict_of_one_rank_is_every_rank_s():

@@ -159,7 +159,7 @@ def test_a_profile_checks_no_more_than_it_must(asked: str, monkeypatch: pytest.M
     monkeypatch.setattr(self_check, "check", check)
     one = encoder(Card(60000 * MIB), 20, 100 * MIB, MIB, self_check=asked)
     told_and_taken(Card(60000 * MIB), [one])
-    assert seen == ["quick" if asked == "full" else asked, asked]
+    assert seen == ["off", asked]
     assert one.settings.self_check == asked
 
 
