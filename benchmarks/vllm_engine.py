@@ -194,7 +194,7 @@ def start(args: argparse.Namespace, **more: Any) -> Any:
     if omni:
         limit["audio"] = args.audios
     own = {
-        "self_check": "quick", "max_tokens": args.encoder_tokens, "audio_chunks": "1-64",
+        "max_tokens": args.encoder_tokens, "audio_chunks": "1-64",
     }  # fmt: skip
     if omni:
         own["vllm_models"] = "qwen3_omni"
