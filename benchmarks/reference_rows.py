@@ -26,7 +26,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
-from graphhal.adapters.qwen3_omni_audio import WINDOWS, Qwen3OmniAudio
+from graphhal.adapters.qwen3_omni_audio import FRAMES, Qwen3OmniAudio
 from graphhal.discovery import find_adapters, open_platform
 from graphhal.runner import EncoderGraphs
 from graphhal.self_check import Difference
@@ -143,15 +143,15 @@ def staging(audio: Any) -> dict[str, Any]:
         asked = audio_request(audio, lengths)
         items = audio.item_specs(asked)
         chunks = sum(item.rows for item in items)
-        target = torch.empty((chunks, audio.mel, audio.width), dtype=DTYPE, device=DEVICE)
+        target = torch.empty((audio.mel, chunks * audio.width), dtype=DTYPE, device=DEVICE)
         same = torch.empty_like(asked["input_features"])
         rows["+".join(map(str, lengths))] = {
             "reference µs": reference,
             "ours": spread(
-                lambda a=asked, i=items, t=target: audio.stage(a, i, {WINDOWS: t}), waited=True
+                lambda a=asked, i=items, t=target: audio.stage(a, i, {FRAMES: t}), waited=True
             ),
             "ours, submission": spread(
-                lambda a=asked, i=items, t=target: audio.stage(a, i, {WINDOWS: t})
+                lambda a=asked, i=items, t=target: audio.stage(a, i, {FRAMES: t})
             ),
             "bare copy": spread(lambda s=same, a=asked: s.copy_(a["input_features"]), waited=True),
         }

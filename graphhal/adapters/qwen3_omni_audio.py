@@ -38,6 +38,7 @@ CONVOLVED_WINDOWS = 16
 what audio graphs need memory for: 64 windows of a full-size tower at once took 620 MiB."""
 BOUNDARIES = "cu_seqlens"
 WINDOWS = "padded_feature"
+FRAMES = "frames"
 FEATURE_KEYS = ("input_features", "input_audio_features")
 LENGTH_KEYS = ("feature_lens", "audio_feature_lengths")
 
@@ -53,6 +54,9 @@ class Qwen3OmniAudio(EncoderAdapter):
     encoder pads to the longest window of the call; that is the full width unless every clip is
     shorter than one window. Items carry the width of their request (`ItemSpec.signature`), and
     such short groups are not replayed, unless their width makes no difference.
+
+    A graph takes the frames of all clips side by side, which is one copy whatever their lengths,
+    and gathers its windows itself.
 
     Requests are `input_features` (mel, frames of all clips) with `feature_lens`, or vLLM's
     `input_audio_features` with `audio_feature_lengths`. Lengths may be CPU tensors, arrays or
@@ -202,25 +206,39 @@ class Qwen3OmniAudio(EncoderAdapter):
         )
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
-        """Windows in the encoder's dtype; used places and boundaries packed."""
-        slots = capacity.sequences[BOUNDARIES].slots
+        """Frames in the encoder's dtype; their places in windows, used places and boundaries
+        packed."""
+        slots, frames = capacity.sequences[BOUNDARIES].slots, capacity.rows * self.width
         return {
-            WINDOWS: BufferSpec((capacity.rows, self.mel, self.width), self.dtype),
+            FRAMES: BufferSpec((self.mel, frames), self.dtype),
             BOUNDARIES: BufferSpec((slots + 1,), torch.int32, packed=True),
             "valid_indices": BufferSpec((capacity.tokens,), torch.int64, packed=True),
+            "frame_index": BufferSpec((frames,), torch.int32, packed=True),
+            "frame_used": BufferSpec((frames,), torch.bool, packed=True),
         }
 
     def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
         """`valid_indices` (tokens,) int64: used places, in the grid of all windows' places.
+        `frame_index` (windows x width,) int32 and `frame_used`, bool: which of the items' frames
+        each place of the windows holds, and whether it holds one.
 
         Only a clip's last window has unused places, so a clip's used ones are consecutive.
-        Padding gathers place 0 again, into sequences of its own.
+        Padding gathers place 0 again, into sequences of its own, and frame 0, which is masked.
         """
         places, first, parts = _after_convolutions(_width_of(items)), 0, []
+        windows = sum(item.rows for item in items)
+        index = np.zeros(windows * self.width, dtype=np.int32)
+        used = np.zeros(windows * self.width, dtype=np.bool_)
+        frame = row = 0
         for item in items:
             parts.append(np.arange(first, first + item.tokens, dtype=np.int64))
             first += item.rows * places
-        return {"valid_indices": parts[0] if len(parts) == 1 else np.concatenate(parts)}
+            own, at = _frames_of(item), row * self.width
+            index[at : at + own] = np.arange(frame, frame + own, dtype=np.int32)
+            used[at : at + own] = True
+            frame, row = frame + own, row + item.rows
+        valid = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return {"valid_indices": valid, "frame_index": index, "frame_used": used}
 
     def stage(
         self,
@@ -228,30 +246,23 @@ class Qwen3OmniAudio(EncoderAdapter):
         items: Sequence[ItemSpec],
         inputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """One view and one copy for the full windows of neighbouring clips of one length, one more
-        for their tails, whose padding alone is zeroed."""
+        """One view and one copy for each run of neighbouring clips: one for a whole group."""
         self.stager(items, inputs)(mm_kwargs)
 
     def stager(
         self, items: Sequence[ItemSpec], inputs: Mapping[str, torch.Tensor]
     ) -> Callable[[Mapping[str, Any]], None]:
         """`stage` with the views of the input made once."""
-        copies, padding = _staging(items, inputs[WINDOWS])
-        # One clip of one window, if it is the whole request, needs no view at all.
-        alone = _frames_of(items[0]) if len(items) == items[0].rows == 1 else 0
+        copies, at = [], 0
+        for start, frames in _runs(items):
+            copies.append((inputs[FRAMES][:, at : at + frames], start, frames))
+            at += frames
 
         def stage(mm_kwargs: Mapping[str, Any]) -> None:
             features, _ = _first_of(mm_kwargs, FEATURE_KEYS)
-            if alone == features.shape[1]:
-                copies[0][0].copy_(features)
-            else:
-                first, (mel_step, step) = features.storage_offset(), features.stride()
-                for into, size, start, apart in copies:
-                    # One view for each copy: slices of slices cost more than the copy itself.
-                    steps = *[frames * step for frames in apart], mel_step, step
-                    into.copy_(features.as_strided(size, steps, first + start * step))
-            for unused in padding:
-                unused.zero_()
+            for into, start, frames in copies:
+                whole = features.shape[1] == frames
+                into.copy_(features if whole else features.narrow(1, start, frames))
 
         return stage
 
@@ -259,16 +270,38 @@ class Qwen3OmniAudio(EncoderAdapter):
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
     ) -> dict[str, torch.Tensor]:
         """Windows of the width that the request has, which is shorter in a group of short clips."""
-        shape = (sum(item.rows for item in items), self.mel, _width_of(items))
-        inputs = {WINDOWS: torch.empty(shape, dtype=self.dtype, device=self.device)}
-        self.stage(mm_kwargs, items, inputs)
-        return inputs
+        features, _ = self._features(mm_kwargs)
+        width, at = _width_of(items), 0
+        shape = (sum(item.rows for item in items), self.mel, width)
+        windows = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for item in items:
+            whole, rest = divmod(_frames_of(item), width)
+            if whole:
+                full = features.narrow(1, item.row_offset, whole * width)
+                windows[at : at + whole] = full.view(self.mel, whole, width).transpose(0, 1)
+            if rest:
+                start = item.row_offset + whole * width
+                windows[at + whole, :, :rest] = features.narrow(1, start, rest)
+            at += item.rows
+        return {WINDOWS: windows}
+
+    def windows(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """(windows, mel, width): those of an eager call, or gathered from a graph's frames.
+
+        What is not used is masked, not multiplied: frames that no clip of this request has are
+        whatever an earlier one left.
+        """
+        if WINDOWS in inputs:
+            return inputs[WINDOWS]
+        gathered = inputs[FRAMES].index_select(1, inputs["frame_index"])
+        gathered.masked_fill_(~inputs["frame_used"], 0)
+        return gathered.view(self.mel, -1, self.width).transpose(0, 1).contiguous()
 
     def forward(
         self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
     ) -> torch.Tensor:
         """Features (tokens, output_dim)."""
-        windows = inputs[WINDOWS]
+        windows = self.windows(inputs)
         output: torch.Tensor = self.encoder(
             None,
             None,
@@ -304,60 +337,15 @@ class Qwen3OmniAudio(EncoderAdapter):
             yield self._items_of([1] * (clips - 2) + [self.width])
 
 
-_Copy = tuple[torch.Tensor, tuple[int, ...], int, tuple[int, ...]]
-"""(view of the windows, size of the source's view, its first frame, frames between its parts)."""
-
-
-def _staging(
-    items: Sequence[ItemSpec], target: torch.Tensor
-) -> tuple[list[_Copy], list[torch.Tensor]]:
-    """Copies that stage the items into `target` (windows, mel, width), and what is zeroed."""
-    mel, width = target.shape[1:]
-    window_step, *steps = target.stride()
-    copies: list[_Copy] = []
-    padding = []
-    at = 0
-    for start, clips, frames in _runs(items, width):
-        whole, rest = divmod(frames, width)
-        windows = whole + (rest > 0)
-        into = target.storage_offset() + at * window_step
-        apart_into = windows * window_step
-        at += clips * windows
-        if whole:
-            size = (clips, whole, mel, width)
-            view = target.as_strided(size, (apart_into, window_step, *steps), into)
-            copies.append((view, size, start, (frames, width)))
-        if rest:
-            into += whole * window_step
-            used = (clips, mel, rest)
-            view = target.as_strided(used, (apart_into, *steps), into)
-            copies.append((view, used, start + whole * width, (frames,)))
-            spare = (clips, mel, width - rest)
-            padding.append(target.as_strided(spare, (apart_into, *steps), into + rest * steps[-1]))
-    if at < target.shape[0]:
-        padding.append(target[at:])
-    return copies, padding
-
-
-def _runs(items: Sequence[ItemSpec], width: int) -> Iterator[tuple[int, int, int]]:
-    """(first frame, clips, frames of each) of neighbouring clips that are staged together.
-
-    Clips of full windows count as one long clip; clips with tails have to be equally long.
-    """
-    start, clips, frames = items[0].row_offset, 0, 0
+def _runs(items: Sequence[ItemSpec]) -> Iterator[tuple[int, int]]:
+    """(first frame, frames) of neighbouring clips in the items' order, as few as there can be."""
+    start, end = items[0].row_offset, items[0].row_offset
     for item in items:
-        own = _frames_of(item)
-        if clips and item.row_offset == start + clips * frames:
-            if frames % width == 0 and own % width == 0:
-                clips, frames = 1, clips * frames + own
-                continue
-            if frames == own:
-                clips += 1
-                continue
-        if clips:
-            yield start, clips, frames
-        start, clips, frames = item.row_offset, 1, own
-    yield start, clips, frames
+        if item.row_offset != end:
+            yield start, end - start
+            start = end = item.row_offset
+        end += _frames_of(item)
+    yield start, end - start
 
 
 def _after_convolutions(frames: int) -> int:

@@ -67,7 +67,7 @@ class VllmQwenAudio(HeldTower, Qwen3OmniAudio):
         if EAGER in inputs:
             return self._eager_forward(inputs[EAGER])
         tower = self.tower
-        embedded = inputs["padded_feature"].unsqueeze(1)
+        embedded = self.windows(inputs).unsqueeze(1)
         parts = torch.split(embedded, tower.conv_chunksize)
         convolved = [self._convolved(part) for part in parts]
         embedded = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
