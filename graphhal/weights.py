@@ -105,6 +105,7 @@ class WeightWatch:
                         places[id(table), name] = (table, name, held)
                 own = vars(module)
                 places[id(own), "forward"] = (own, "forward", own.get("forward"))
+        self._everything = _Window(list(places.values()))
         self._windows = [_Window(part) for part in _windows(places.values())]
         self._next = 0
         self._num_hooks = sum(map(len, self._hooks))
@@ -121,7 +122,7 @@ class WeightWatch:
                 return True
             self._changes = changes
         self._checked_at = monotonic()
-        return any(window.moved() for window in self._windows)
+        return self._everything.moved()
 
     def moved_lately(self) -> bool:
         """As `moved`, cheap enough for every request: a window in turn; all of them after a pause,
