@@ -150,26 +150,45 @@ class GraphPool:
             torch._C._cuda_endAllocateToPool(self.index, self.id)
             torch._C._cuda_releasePool(self.index, self.id)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Let the pool begin with one piece of memory, for the largest graph to cut up.
+    @contextlib.contextmanager
+    def room_for(self, num_bytes: int) -> Iterator[None]:
+        """For one capture on the current stream: one free piece of what the graph holds at once,
+        and `SPARE` more.
 
         Left to itself the allocator takes a piece for each large tensor, and they fit later ones
         badly: the graphs of vLLM's full-size vision tower took 1,708 MiB, with this 1,224
-        (`docs/benchmarks.md`). Called on the capture stream.
+        (`docs/benchmarks.md`). So the first graph, the largest, gets a new piece. Of it a smaller
+        graph gets the share that it needs, and the rest is held meanwhile: a piece with more room
+        is cut up otherwise, and could lack one tensor's room in the end (7,680 tokens after 8,192:
+        254 MiB more).
 
         Args:
-            num_bytes: that the largest graph holds at once. `SPARE` more are taken: a piece that
-                is cut up as tightly as that can lack one tensor's room, and the next piece is as
-                large as that tensor (1,480 MiB instead of 1,306 with a spare of 3 %).
+            num_bytes: that the graph holds at once. A piece that is cut up as tightly as that can
+                lack one tensor's room, and the next piece is as large as that tensor (1,480 MiB
+                instead of 1,306 with a spare of 3 %).
         """
         num_bytes += int(SPARE * num_bytes)
+        if self.graphs == 0:
+            self._hold(num_bytes)  # and give back at once
+            held = None
+        else:
+            rest = max(self._free_sizes(), default=0) - num_bytes if self._mem is not None else 0
+            held = self._hold(rest) if rest > _SMALL_BLOCK else None
+        try:
+            yield
+        finally:
+            del held
+
+    def _hold(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory of the pool, on the current stream; None where it cannot be had, or not cut."""
         largest_cut = torch.cuda.memory_stats(self.index).get("max_split_size", -1)
-        if self._mem is None or 0 < largest_cut < num_bytes:  # it would never be cut
-            return
+        if self._mem is None or 0 < largest_cut < num_bytes:
+            return None
         self.begin()
         try:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            return None
         finally:
             self.end()
 

@@ -138,9 +138,9 @@ def _capture_here(
     transient = max(0, torch.cuda.memory_reserved(pool.index) - before)
     _settle(pool)
     reserved, free = torch.cuda.memory_reserved(pool.index), torch.cuda.mem_get_info(pool.index)[0]
-    if peak:
-        pool.reserve(peak)
-    recording = Recording(_record(request, pool, error_mode), pool, transient)
+    with pool.room_for(peak) if peak else contextlib.nullcontext():
+        graph = _record(request, pool, error_mode)
+    recording = Recording(graph, pool, transient)
     try:
         _first_replay(request, recording, check_replay)
     except BaseException:
@@ -161,14 +161,14 @@ def _capture_here(
 
 
 def _warm_up(request: CaptureRequest, pool: GraphPool) -> int:
-    """Run the forward; for a pool's first graph, the bytes that the last pass held at once.
+    """Run the forward; the bytes that the last pass held at once, 0 without a pass.
 
     The allocator keeps one peak for the whole process, which is reset for it.
     """
     held: int | None = None
     with torch.no_grad():
         for left in reversed(range(request.warmups)):
-            if left == 0 and pool.graphs == 0:
+            if left == 0:
                 torch.cuda.reset_peak_memory_stats(pool.index)
                 held = torch.cuda.memory_allocated(pool.index)
             request.forward()

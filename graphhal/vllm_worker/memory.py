@@ -247,11 +247,12 @@ def _each(further: Sequence[int]) -> int:
 
 
 def _spread(keys: Sequence[GraphKey]) -> list[GraphKey]:
-    """The first key, and others at even distances, `SAMPLED` in all."""
+    """The first two keys, and others at even distances, `SAMPLED` in all: the second largest graph
+    is the one that may not find room where the largest did."""
     if len(keys) <= SAMPLED:
         return list(keys)
-    step = (len(keys) - 1) / (SAMPLED - 1)
-    return [keys[round(number * step)] for number in range(SAMPLED)]
+    step = (len(keys) - 2) / (SAMPLED - 2)
+    return [keys[0], *(keys[1 + round(number * step)] for number in range(SAMPLED - 1))]
 
 
 def _settle() -> None:

@@ -128,6 +128,36 @@ def test_a_pool_begins_with_one_piece_for_what_the_last_warm_up_held(fake):
     assert reserved(fake) == ["forward", "forward", "begin thread_local", "forward"]
 
 
+def test_a_smaller_graph_gets_its_share_of_the_piece_and_the_rest_is_held_meanwhile(fake):
+    mib = 2**20
+    first = captured(fake, forward=peaking(fake, [0, 160 * mib, 0]))
+    pool = first.pool
+    fake.free[pool.id] = [
+        ("large", 170 * mib, pool.stream.cuda_stream),
+        ("large", 20 * mib, pool.stream.cuda_stream),
+        ("large", 900 * mib, 17),
+    ]
+    fake.log.clear()
+    captured(fake, pool=pool, forward=peaking(fake, [0, 80 * mib, 0]))
+    stream = pool.stream.stream_id
+    assert [line for line in reserved(fake) if "bytes=" in line] == [
+        f"empty pool=True stream={stream} bytes={85 * mib}"
+    ]
+    at = [line.split()[0] for line in reserved(fake)]
+    assert at == ["forward", "forward", "empty", "begin", "forward"]
+    assert not fake.routing
+
+
+@pytest.mark.parametrize("peak", [160, 300])  # all of it, or more
+def test_a_graph_that_needs_the_piece_gets_it_whole(fake, peak):
+    mib = 2**20
+    first = captured(fake, forward=peaking(fake, [0, 160 * mib, 0]))
+    fake.free[first.pool.id] = [("large", 170 * mib, first.pool.stream.cuda_stream)]
+    fake.log.clear()
+    captured(fake, pool=first.pool, forward=peaking(fake, [0, peak * mib, 0]))
+    assert [line for line in reserved(fake) if "bytes=" in line] == []
+
+
 def test_without_a_warm_up_nothing_is_reserved(fake):
     fake.peak = 2 * fake.allocated
     captured(fake, warmups=0)
