@@ -360,7 +360,8 @@ class EncoderGraphs:
         self, mm_kwargs: Mapping[str, Any], step: PreparedReplay, output: GroupOutput
     ) -> MissReason | None:
         """Replay one step; the reason where it must run eagerly after all."""
-        if self._watch is not None and self._moved(self._watch):
+        watch = self._watch
+        if watch is not None and self._moved(watch):
             self._weights_moved()
             return MissReason.WEIGHTS_MOVED
         capacity = step.entry.capacity
@@ -377,16 +378,22 @@ class EncoderGraphs:
         except ReplayError as error:
             if self.peers.size > 1:
                 raise  # the other ranks replay: an eager call here would miss their collectives
+            if watch is not None and watch.outdated():
+                self._weights_moved()
+                return MissReason.WEIGHTS_MOVED
             log.exception("graph %s: its inputs run eagerly from now on", capacity.key)
             self._execution.forget()
             self.drop(capacity.key, f"replay failed: {error}")
             return MissReason.REPLAY_FAILED
+        if watch is not None and watch.outdated():
+            self._weights_moved()
+            return MissReason.WEIGHTS_MOVED  # the output is computed again, eagerly
         self.statistics.count_replay(step.label, step.rows, capacity.rows)
         return None
 
     def _moved(self, watch: WeightWatch) -> bool:
-        """Ranks look at every weight each time: a sample could differ between them."""
-        return watch.moved_lately() if self.peers.size == 1 else watch.moved()
+        """Ranks look at everything before each launch: a sample could differ between them."""
+        return watch.unsafe_to_launch() if self.peers.size == 1 else watch.moved()
 
     def _weights_moved(self) -> None:
         reason = (

@@ -108,6 +108,7 @@ class WeightWatch:
         self._everything = _Window(list(places.values()))
         self._windows = [_Window(part) for part in _windows(places.values())]
         self._next = 0
+        self._looked_at: _Window | None = None
         self._num_hooks = sum(map(len, self._hooks))
         _watch_registrations()
         self._changes = _changes()
@@ -127,17 +128,36 @@ class WeightWatch:
     def moved_lately(self) -> bool:
         """As `moved`, cheap enough for every request: a window in turn; all of them after a pause,
         from time to time, and where any module was given something new, or a hook."""
+        return self.unsafe_to_launch() or self.outdated()
+
+    def unsafe_to_launch(self) -> bool:
+        """The first half of `moved_lately`, for before a launch: memory that a graph reads may be
+        gone."""
         now = monotonic()
         pause, self._asked_at = now - self._asked_at, now
+        if self._changes != _changes():
+            self._looked_at = None
+            return self.moved()
         if (
             len(self._windows) > 1
-            and self._changes == _changes()
             and pause < PAUSE_SECONDS
             and now - self._checked_at < FULL_CHECK_SECONDS
         ):
             self._next = (self._next + 1) % len(self._windows)
-            return self._windows[self._next].moved()
-        return self.moved()
+            self._looked_at = self._windows[self._next]
+        else:
+            self._looked_at = self._everything
+        return self._looked_at.moved_memory()
+
+    def outdated(self) -> bool:
+        """The second half, for after it, while the device computes: what was replaced is held here,
+        so a launch could read it, but its output is not to be returned."""
+        looked_at, self._looked_at = self._looked_at, None
+        if looked_at is None:
+            return False
+        if looked_at is self._everything:
+            self._checked_at = monotonic()
+        return looked_at.replaced()
 
 
 def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:
@@ -166,8 +186,14 @@ class _Window:
         self._addresses = [data_ptr() for data_ptr in self._data_ptrs]
 
     def moved(self) -> bool:
-        current = map(_GET, self._tables, self._names)
-        if not all(map(operator.is_, current, self._held)):
-            return True
+        """Whether anything is not what it was."""
+        return self.replaced() or self.moved_memory()
+
+    def replaced(self) -> bool:
+        """Whether a table holds something else."""
+        return not all(map(operator.is_, map(_GET, self._tables, self._names), self._held))
+
+    def moved_memory(self) -> bool:
+        """Whether a tensor has other storage."""
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters take calls in Python
             return [data_ptr() for data_ptr in self._data_ptrs] != self._addresses
