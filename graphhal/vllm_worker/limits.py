@@ -41,8 +41,16 @@ class Limits:
     frames: int
 
     def items_for(self, budget: int) -> int:
-        """Items in a graph of this budget: every item has a token or more."""
-        return max(1, min(self.items, budget))
+        """Items in a graph of this budget: every item has a token or more.
+
+        Models prepare a graph with equal room for each item, rounded up: 64 items in a budget of
+        208 tokens would make a graph of 256. So a graph may take fewer, but no fewer than half;
+        the largest takes all, whatever that adds to it.
+        """
+        most = max(1, min(self.items, budget))
+        if budget >= self.high:
+            return most
+        return min(range(most, most // 2, -1), key=lambda items: -budget % items)
 
     def frames_for(self, budget: int) -> int:
         """Frames in a graph of this budget: every frame has a token or more."""

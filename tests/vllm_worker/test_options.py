@@ -11,6 +11,7 @@ from graphhal.errors import SettingsError
 from graphhal.settings import Settings
 from graphhal.vllm_worker import refusals
 from graphhal.vllm_worker.limits import (
+    Limits,
     dense_budgets,
     limits_of,
     merged,
@@ -231,6 +232,21 @@ def test_items_and_frames_never_exceed_a_graphs_tokens() -> None:
     limits = limits_of(Settings(max_items=8, max_frames=64), config(), model)
     assert (limits.items_for(4), limits.frames_for(4)) == (4, 4)
     assert (limits.items_for(512), limits.frames_for(512)) == (8, 64)
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 64])
+def test_a_graph_takes_as_many_items_as_divide_it(most: int) -> None:
+    """208 tokens for 64 items were once a graph of 256."""
+    budgets = dense_budgets(4096)
+    limits = Limits(None, 16, 4096, most, 0)
+    for budget in budgets:
+        items = limits.items_for(budget)
+        assert min(most, budget) // 2 < items <= min(most, budget)
+        room = -(-budget // items) * items
+        assert room == budget or (most == 5 and room - budget < 3) or budget == 4096
+    assert Limits(None, 16, 4096, 64, 0).items_for(208) == 52
+    named = Limits((97, 101), 97, 101, 8, 0)
+    assert (named.items_for(97), named.items_for(101)) == (7, 8)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,24 @@ def test_patches_that_are_not_the_grids_are_for_eager_to_refuse(
     assert manager.stats()["graph_misses"] == 1
 
 
+def test_graphs_of_the_protocol_are_no_larger_than_their_budgets(engine: Any) -> None:
+    """The model prepares room for each item alike: 64 in 208 tokens were a graph of 256."""
+    import vllm_on_cpu as on_cpu
+
+    engine.compilation_config.encoder_cudagraph_token_budgets = []
+    engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = 64
+    own = {"vllm_adapter": "protocol", "max_tokens": 512}
+    engine.additional_config["graphhal"] |= own
+    model = on_cpu.qwen3_vl(engine)
+    (graphs,) = on_cpu.make_manager(engine, model)._graphs()
+    rows = {
+        capacity.key.size: graphs.adapter.buffers(capacity)["pixel_values"].shape[0]
+        for capacity in graphs.ladder()
+    }
+    assert len(rows) > 20
+    assert rows == {budget: 4 * budget for budget in rows}
+
+
 @pytest.mark.timeout(120)
 def test_a_fork_of_the_worker_ends_without_its_graphs(engine: Any) -> None:
     """Another thread may be serving while the worker forks: its lock is never given back."""
