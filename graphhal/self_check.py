@@ -132,8 +132,11 @@ def check(
             log.debug("%s: no worst cases", capacity.key, exc_info=True)
             yield capacity.key, f"self-check: no worst cases: {type(error).__name__}: {error}"
             continue
+        if not cases:
+            yield capacity.key, "self-check: none of its worst cases fits"
+            continue
         always = cases[:1]
-        if mode is SelfCheck.FULL and cases:
+        if mode is SelfCheck.FULL:
             always = [_shortest_of_the_fullest(cases)]
             for items in [full[path]] if path in full else cases[:2]:
                 if items not in always and execution.fits(capacity, items):

@@ -457,6 +457,20 @@ def test_an_adapter_without_worst_cases_runs_eagerly_and_stops_no_start_up():
     assert graphs.stats()["misses"] == {"image": {"no graph is captured": 1}}
 
 
+@pytest.mark.parametrize("mode", ["full", "quick"])
+def test_a_graph_that_none_of_its_worst_cases_fits_is_dropped(mode):
+    class OnlyCaptured(ToyEncoder):
+        def capture_case(self, capacity):
+            return next(iter(super().worst_cases(capacity)))
+
+        def worst_cases(self, capacity):
+            return () if capacity.key.size == 8 else super().worst_cases(capacity)
+
+    graphs = captured(PlainPlugin(), OnlyCaptured(budgets=BUDGETS), self_check=mode)
+    (line,) = graphs.report.dropped
+    assert (line.key.size, line.reason) == (8, "self-check: none of its worst cases fits")
+
+
 def test_a_graph_whose_worst_cases_fail_in_the_check_is_dropped(monkeypatch):
     adapter = Failing()
     check = self_check.check
