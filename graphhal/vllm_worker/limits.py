@@ -1,6 +1,7 @@
 """How large graphs may become: vLLM's encoder-graph options and graphhal's, in one place."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from graphhal.adapters.token_ladder import token_budgets
@@ -41,20 +42,36 @@ class Limits:
     frames: int
 
     def items_for(self, budget: int) -> int:
-        """Items in a graph of this budget: every item has a token or more.
-
-        Models prepare a graph with equal room for each item, rounded up: 64 items in a budget of
-        208 tokens would make a graph of 256. So a graph may take fewer, but no fewer than half;
-        the largest takes all, whatever that adds to it.
-        """
-        most = max(1, min(self.items, budget))
-        if budget >= self.high:
-            return most
-        return min(range(most, most // 2, -1), key=lambda items: -budget % items)
+        """Items in a graph of this budget: every item has a token or more."""
+        return self._shape(budget)[0]
 
     def frames_for(self, budget: int) -> int:
         """Frames in a graph of this budget: every frame has a token or more."""
-        return max(self.items_for(budget), min(self.frames, budget))
+        return self._shape(budget)[1]
+
+    def _shape(self, budget: int) -> tuple[int, int]:
+        """(items, frames).
+
+        Models prepare a graph with equal room for each item, and for each frame of it, rounded up:
+        64 items in a budget of 208 tokens would make a graph of 256. So a graph may take fewer,
+        but not less than half; the largest takes all, whatever that adds to it.
+        """
+        most = max(1, min(self.items, budget))
+        frames = max(most, min(self.frames, budget))
+        if budget >= self.high:
+            return most, frames
+        shapes = [
+            (items, each)
+            for items in range(most, most // 2, -1)
+            for each in range(frames // items, frames // items // 2, -1)
+        ]
+        items, each = min(shapes, key=lambda shape: _room(budget, *shape))
+        return items, max(items, min(self.frames, budget)) if each == 1 else items * each
+
+
+def _room(budget: int, items: int, frames: int) -> int:
+    """Tokens of a graph that has equal room for each frame of each item."""
+    return items * frames * ceil(ceil(budget / items) / frames)
 
 
 def dense_budgets(high: int) -> tuple[int, ...]:

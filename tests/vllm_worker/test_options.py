@@ -2,6 +2,7 @@
 
 import types
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import pytest
@@ -247,6 +248,17 @@ def test_a_graph_takes_as_many_items_as_divide_it(most: int) -> None:
     assert Limits(None, 16, 4096, 64, 0).items_for(208) == 52
     named = Limits((97, 101), 97, 101, 8, 0)
     assert (named.items_for(97), named.items_for(101)) == (7, 8)
+
+
+def test_films_make_a_graph_little_larger_either() -> None:
+    for most in (4, 8, 64):
+        limits = Limits(None, 64, 4096, most, 64)
+        for budget in dense_budgets(4096):
+            items, frames = limits.items_for(budget), limits.frames_for(budget)
+            assert min(64, budget) / 3 < frames <= min(64, budget)
+            each = frames // items
+            assert items * each * ceil(ceil(budget / items) / each) <= 1.03 * budget
+    assert Limits(None, 64, 4096, 8, 64).items_for(208) == 7
 
 
 @pytest.mark.parametrize(

@@ -276,14 +276,17 @@ def test_patches_that_are_not_the_grids_are_for_eager_to_refuse(
     assert manager.stats()["graph_misses"] == 1
 
 
-def test_graphs_of_the_protocol_are_no_larger_than_their_budgets(engine: Any) -> None:
+@pytest.mark.parametrize(("items", "frames", "more"), [(64, 0, 0), (8, 64, 0.03)])
+def test_graphs_of_the_protocol_are_no_larger_than_their_budgets(
+    engine: Any, items: int, frames: int, more: float
+) -> None:
     """The model prepares room for each item alike: 64 in 208 tokens were a graph of 256."""
     import vllm_on_cpu as on_cpu
 
     engine.compilation_config.encoder_cudagraph_token_budgets = []
-    engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = 64
-    own = {"vllm_adapter": "protocol", "max_tokens": 512}
-    engine.additional_config["graphhal"] |= own
+    engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = items
+    engine.compilation_config.encoder_cudagraph_max_frames_per_batch = frames
+    engine.additional_config["graphhal"] |= {"vllm_adapter": "protocol", "max_tokens": 512}
     model = on_cpu.qwen3_vl(engine)
     (graphs,) = on_cpu.make_manager(engine, model)._graphs()
     rows = {
@@ -291,7 +294,7 @@ def test_graphs_of_the_protocol_are_no_larger_than_their_budgets(engine: Any) ->
         for capacity in graphs.ladder()
     }
     assert len(rows) > 20
-    assert rows == {budget: 4 * budget for budget in rows}
+    assert all(4 * budget <= found <= (1 + more) * 4 * budget for budget, found in rows.items())
 
 
 @pytest.mark.timeout(120)
