@@ -60,13 +60,14 @@ _Place = tuple[Mapping[Any, Any], Any, Any]
 
 class WeightWatch:
     """The parameters, buffers, submodules and forward hooks of modules, as they were when graphs
-    were captured, and whether a module has a `forward` of its own.
+    were captured, and the `forward` of each module and of its classes.
 
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
     (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does; so
     does a module that was hooked or patched. What was replaced or hooked is noticed by the next
-    request, because PyTorch tells of it; other storage under a few of more than `WHOLE` tensors by
-    the first one after a pause, or in turn, and so are hooks that are gone, and patches.
+    request, because PyTorch tells of it, and so is a class that was patched; other storage under a
+    few of more than `WHOLE` tensors by the first one after a pause, or in turn, and so are hooks
+    that are gone, and patches of single modules.
 
     Args:
         modules: the roots.
@@ -91,6 +92,7 @@ class WeightWatch:
         self._hooks = [*every_module]
         for table in every_module:
             places |= {(id(table), name): (table, name, held) for name, held in table.items()}
+        classes: set[type] = set()
         for root in modules:
             for module in root.modules():
                 if isinstance(module, torch.jit.ScriptModule):
@@ -105,6 +107,9 @@ class WeightWatch:
                         places[id(table), name] = (table, name, held)
                 own = vars(module)
                 places[id(own), "forward"] = (own, "forward", own.get("forward"))
+                classes |= {*type(module).__mro__} - {object}
+        self._of_classes = [vars(each).get for each in classes]
+        self._forwards = self._class_forwards()
         self._everything = _Window(list(places.values()))
         self._windows = [_Window(part) for part in _windows(places.values())]
         self._next = 0
@@ -123,7 +128,7 @@ class WeightWatch:
                 return True
             self._changes = changes
         self._checked_at = monotonic()
-        return self._everything.moved()
+        return self._class_forwards() != self._forwards or self._everything.moved()
 
     def moved_lately(self) -> bool:
         """As `moved`, cheap enough for every request: a window in turn; all of them after a pause,
@@ -157,7 +162,10 @@ class WeightWatch:
             return False
         if looked_at is self._everything:
             self._checked_at = monotonic()
-        return looked_at.replaced()
+        return self._class_forwards() != self._forwards or looked_at.replaced()
+
+    def _class_forwards(self) -> list[Any]:
+        return [get("forward") for get in self._of_classes]
 
 
 def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:

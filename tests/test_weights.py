@@ -242,6 +242,21 @@ def test_a_hook_among_many_modules_is_noticed_at_once():
     assert watch.moved_lately()
 
 
+class Derived(nn.Linear):
+    """Has no `forward` of its own."""
+
+
+@pytest.mark.parametrize("patched", [nn.Linear, Derived])
+def test_a_class_that_is_patched_is_noticed_at_once(patched, monkeypatch):
+    made = many().append(Derived(2, 2))
+    watch = WeightWatch([made])
+    assert not watch.moved_lately()
+    monkeypatch.setattr(patched, "forward", lambda self, rows: rows)
+    assert watch.moved_lately()
+    assert watch.moved()
+    assert not WeightWatch([made]).moved(), "it was there at capture"
+
+
 def test_a_parameter_that_was_none_at_capture_is_noticed():
     made = many()
     made[-1].bias = None
