@@ -363,6 +363,8 @@ class EncoderGraphs:
         watch = self._watch
         if watch is not None and self._moved(watch):
             self._weights_moved()
+            # Beside ranks that replay, an eager call would meet their collectives in other shapes.
+            self.peers.all_have("weights moved", True)
             return MissReason.WEIGHTS_MOVED
         capacity = step.entry.capacity
         if capacity.key not in self._graphs.entries:  # an earlier step of this group lost it

@@ -209,6 +209,29 @@ def test_weights_that_moved_on_one_rank_are_every_rank_s():
     assert run_ranks(2, weights_moved) == [(False, [])] * 2
 
 
+def hooked(rank: int, size: int, ranks: tuple[int, ...]) -> Any:
+    graphs = graphs_of(rank, wait=timedelta(seconds=3))
+    graphs.capture()
+    if rank not in ranks:
+        sleep(8)  # it would be replaying
+        return "replays"
+    graphs.adapter.tower.mergers[0].register_forward_hook(lambda module, args, output: output)
+    outputs = graphs.run(request([(1, 16)], 0, torch.float32))
+    return graphs.stats()["misses"], bool(torch.isfinite(outputs[0]).all())
+
+
+def test_weights_that_moved_on_every_rank_run_eagerly_on_every_rank():
+    missed = {"image": {"weights were rebound after capture": 1}}
+    assert run_ranks(2, hooked, (0, 1)) == [(missed, True)] * 2
+
+
+def test_a_rank_whose_weights_alone_moved_ends_and_encodes_nothing_beside_replays():
+    replays, (kind, text, _) = run_ranks(2, hooked, (1,))
+    assert replays == "replays"
+    assert kind == "PeersError"
+    assert text.startswith("rank 1 waited 0:00:03 at 'weights moved' for 2 ranks: ")
+
+
 def failing_replay(rank: int, size: int) -> Any:
     graphs = graphs_of(rank)
     graphs.capture()
