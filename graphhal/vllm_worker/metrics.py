@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 import weakref
 from collections import Counter
@@ -238,10 +239,23 @@ class Reporter:
         if self._file is None:
             return
         try:
-            self._file.write_text(json.dumps(stats, indent=1) + "\n")
+            _replace(self._file.resolve(), json.dumps(stats, indent=1) + "\n")
         except (OSError, ValueError) as error:  # ValueError: no name for a file
             log.warning("graphhal: %s cannot be written: %s", self._file, error)
             self._file = None
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old text or the new one, whole."""
+    if file.exists() and not file.is_file():  # a pipe, a device
+        file.write_text(text)
+        return
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _publish(reference: "weakref.ref[Reporter]", stop: threading.Event) -> None:

@@ -288,3 +288,36 @@ def test_json_is_written_and_a_bad_place_is_said_once(
     for _ in range(2):
         reporter.captured(STATS)
     assert len([r for r in caplog.records if "cannot be written" in r.getMessage()]) == 1
+
+
+def test_a_reader_of_the_json_never_finds_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk, or a worker that is killed, while it is written."""
+    file, link = tmp_path / "stats.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    reporter = metrics.Reporter("M", 0, link)
+    reporter.captured(STATS)
+    write = Path.write_text
+
+    def half(self: Path, text: str, *args: Any) -> int:
+        write(self, text[: len(text) // 2])
+        assert json.loads(file.read_text())["graph_hits"] == 3
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    reporter.captured({**STATS, "graph_hits": 4})
+    assert "no space left" in caplog.text
+    assert json.loads(file.read_text())["graph_hits"] == 3
+    assert sorted(tmp_path.iterdir()) == [link, file]
+    assert link.is_symlink()
+
+
+def test_json_goes_into_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    metrics.Reporter("M", 0, pipe).captured(STATS)
+    out, _ = reader.communicate(timeout=30)
+    assert json.loads(out)["graph_hits"] == 3
+    assert pipe.is_fifo()
