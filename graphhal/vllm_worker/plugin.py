@@ -13,6 +13,7 @@ name it was imported, gets graphhal's executor, or vLLM's own manager where grap
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -92,7 +93,7 @@ class _Watch(MetaPathFinder):
     """Calls back after one of the watched modules was imported; finds nothing itself."""
 
     def __init__(self) -> None:
-        self._looking = False
+        self._looking = threading.local()
 
     def find_spec(
         self,
@@ -100,13 +101,13 @@ class _Watch(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if self._looking or fullname not in WATCHED:
+        if fullname not in WATCHED or getattr(self._looking, "now", False):
             return None
-        self._looking = True
+        self._looking.now = True  # of this thread alone: others import their own
         try:
             spec = find_spec(fullname)
         finally:
-            self._looking = False
+            self._looking.now = False
         if spec is not None and spec.loader is not None:
             spec.loader = _AfterImport(spec.loader)
         return spec

@@ -88,6 +88,38 @@ def test_a_watched_module_looks_untouched(tmp_path: Path) -> None:
     ]
 
 
+def test_modules_that_two_threads_import_at_a_time_are_both_watched() -> None:
+    """One that was missed would leave vLLM's own manager in place, in silence."""
+    import importlib.machinery
+    import threading
+
+    from graphhal.vllm_worker import plugin
+
+    watch = plugin._Watch()
+    spec = importlib.machinery.ModuleSpec("m", importlib.machinery.SourceFileLoader("m", "m.py"))
+    looking, found = threading.Event(), threading.Event()
+    specs = {}
+
+    def slow_find(name: str) -> importlib.machinery.ModuleSpec:
+        if name == plugin.WATCHED[0]:
+            looking.set()
+            found.wait(10)
+        return importlib.machinery.ModuleSpec(name, spec.loader)
+
+    def look(name: str) -> None:
+        specs[name] = watch.find_spec(name, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin, "find_spec", slow_find)
+        first = threading.Thread(target=look, args=(plugin.WATCHED[0],))
+        first.start()
+        looking.wait(10)
+        look(plugin.WATCHED[1])
+        found.set()
+        first.join()
+    assert {type(s and s.loader) for s in specs.values()} == {plugin._AfterImport}
+
+
 @pytest.mark.parametrize(
     ("options", "visible"),
     [
