@@ -101,6 +101,11 @@ class Qwen3OmniVision(EncoderAdapter):
         """Of the tower's weights."""
         return self._weight().dtype
 
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """Of the pixels in a graph: the encoder's own, unless it takes raw ones."""
+        return self.dtype
+
     def _weight(self) -> torch.Tensor:
         return self.encoder.patch_embed.proj.weight  # type: ignore[no-any-return]
 
@@ -147,9 +152,15 @@ class Qwen3OmniVision(EncoderAdapter):
                 f"{pixels_key} must be (patches, {self.patch_width}), got {tuple(pixels.shape)}; "
                 "use the processor that belongs to this encoder"
             )
-        if not pixels.dtype.is_floating_point:
+        raw = None if self.pixel_dtype.is_floating_point else self.pixel_dtype
+        if raw is None and not pixels.dtype.is_floating_point:
             raise InputError(
                 f"{pixels_key} is {pixels.dtype}; normalise the pixels to floating point first"
+            )
+        if raw is not None and pixels.dtype is not raw:
+            raise InputError(
+                f"{pixels_key} is {pixels.dtype}, but this encoder normalises pixels itself; pass "
+                f"them as {raw}"
             )
         refuse_unreadable(pixels, pixels_key, self.device)
         return pixels.shape[0]
@@ -242,7 +253,7 @@ class Qwen3OmniVision(EncoderAdapter):
         rows = capacity.rows
         slots = capacity.sequences[BOUNDARIES].slots
         return {
-            PIXELS: BufferSpec((rows, self.patch_width), self.dtype),
+            PIXELS: BufferSpec((rows, self.patch_width), self.pixel_dtype),
             BOUNDARIES: BufferSpec((slots + 1,), torch.int32, packed=True),
             "position_ids": BufferSpec((rows, 2), torch.int32, packed=True),
             "interp_indices": BufferSpec((rows, 4), torch.int32, packed=True),
@@ -329,8 +340,9 @@ class Qwen3OmniVision(EncoderAdapter):
     ) -> dict[str, torch.Tensor]:
         """The caller's own pixels where they are one contiguous run; a gathered copy otherwise."""
         runs = [mm_kwargs[key][start:end] for key, start, end in _runs(items)]
-        pixels = runs[0] if len(runs) == 1 else torch.cat([run.to(self.dtype) for run in runs])
-        return {PIXELS: pixels.to(self.device, self.dtype).contiguous()}
+        dtype = self.pixel_dtype
+        pixels = runs[0] if len(runs) == 1 else torch.cat([run.to(dtype) for run in runs])
+        return {PIXELS: pixels.to(self.device, dtype).contiguous()}
 
     def forward(
         self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
@@ -349,19 +361,22 @@ class Qwen3OmniVision(EncoderAdapter):
         return [output.pooler_output, *output.deepstack_features]
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
-        """Normally distributed pixels on the encoder's device."""
+        """Normally distributed pixels on the encoder's device; raw ones around the middle."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
         request: dict[str, Any] = {}
         for modality, (pixels_key, grid_key) in KEYS.items():
             own = [item for item in items if item.modality == modality]
             if own:
                 rows = sum(item.rows for item in own)
-                request[pixels_key] = torch.randn(
+                pixels = torch.randn(
                     (rows, self.patch_width),
                     generator=generator,
                     dtype=self.dtype,
                     device=self.device,
                 )
+                if not self.pixel_dtype.is_floating_point:
+                    pixels = (pixels * 48 + 128).clamp(0, 255).to(self.pixel_dtype)
+                request[pixels_key] = pixels
                 request[grid_key] = [[item.frames, *_frame_size(item)] for item in own]
         return request
 

@@ -142,10 +142,12 @@ class ProtocolAdapter(EncoderAdapter):
         axes = self._axes_of(mm_kwargs)
         specs: list[ItemSpec] = []
         every = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
+        if not every:
+            raise ValueError("no items")
         for position, spec in enumerate(every):
             tokens = self.dialect.path_tokens(spec, self.path_name)
-            if tokens >= NEVER:
-                raise ValueError(f"item {position} is never to be in a graph")
+            if not 0 <= tokens < NEVER:
+                raise ValueError(f"item {position} of {tokens} tokens is never to be in a graph")
             if not tokens and self._is_only_path:
                 raise ValueError(f"item {position} has no tokens")
             if tokens:
@@ -259,7 +261,8 @@ class ProtocolAdapter(EncoderAdapter):
         """`stage` with the views of the buffers made once."""
         captured = self._buffers.behind(inputs)
         buffers = {name: target for name, target in inputs.items() if name != MARKER}
-        copy = copies(captured, buffers, self.config.padding_logics)
+        raw = any(hasattr(tower, "input_norm") for tower in tower_modules(self.model))
+        copy = copies(captured, buffers, self.config.padding_logics, raw)
         frozen = tuple(items)
         whole = not self._has_axes and _are_all(frozen)
         grids = self._grids()

@@ -59,15 +59,22 @@ def copies(
     captured: Captured,
     inputs: Mapping[str, torch.Tensor],
     padding_logics: Mapping[str, PaddingLogic],
+    takes_raw: bool = False,
 ) -> Callable[[Mapping[str, torch.Tensor | None]], None]:
     """A function that checks the values a model prepared, and copies them into `inputs`.
 
     It raises `RefusedError` where a value is missing, does not fit its buffer, or is a host scalar
     above the one that was captured.
+
+    Args:
+        captured: what the graph was captured with.
+        inputs: its static inputs.
+        padding_logics: the model's own, by buffer.
+        takes_raw: the captured forward normalises raw pixels, in whatever dtype they come.
     """
     checks = {name: _constant(name, constant) for name, constant in captured.constants.items()}
     plain = {
-        name: _rows(name, target)
+        name: _rows(name, target, takes_raw)
         for name, target in inputs.items()
         if name not in captured.ends and name not in padding_logics and target.dim() > 0
     }
@@ -143,9 +150,9 @@ def _copy(
     return padded
 
 
-def _rows(name: str, target: torch.Tensor) -> Split:
+def _rows(name: str, target: torch.Tensor, takes_raw: bool) -> Split:
     """Views for the rows of a source, and for the zeros after them. Only rows may be missing: a
-    narrower source would be broadcast."""
+    narrower source would be broadcast. Raw pixels are no normalised ones, nor the reverse."""
     room, rest = target.shape[0], target.shape[1:]
     views: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {room: (target, None)}
 
@@ -153,6 +160,9 @@ def _rows(name: str, target: torch.Tensor) -> Split:
         shape = source.shape
         if not shape or shape[0] > room or shape[1:] != rest:
             raise _misfit(name, source, target)
+        floating = source.dtype.is_floating_point
+        if floating != target.dtype.is_floating_point and (floating or not takes_raw):
+            raise RefusedError(f"{name} is {source.dtype}, the graph's buffer is {target.dtype}")
         rows = shape[0]
         if rows not in views:
             _make_room(views)

@@ -27,7 +27,6 @@ from graphhal.adapters.qwen3_omni_vision import (
     PIXELS,
     Qwen3OmniVision,
 )
-from graphhal.errors import AdapterError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, SequenceBound
 from graphhal.settings import Settings
@@ -81,6 +80,15 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
 
     def _weight(self) -> torch.Tensor:
         return self.tower.patch_embed.proj.weight  # type: ignore[no-any-return]
+
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """Raw where the tower normalises them (`mm_device_do_normalize`), else its own."""
+        norm = getattr(self.tower, "input_norm", None)
+        raw = getattr(norm, "input_dtype", None)
+        if getattr(norm, "is_identity", True) is False:  # 0.30 names no dtype
+            raw = torch.uint8
+        return raw if isinstance(raw, torch.dtype) else self.dtype
 
     def _table_side(self) -> int:
         return int(self.tower.num_grid_per_side)
@@ -200,6 +208,8 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         by_parts: bool,
     ) -> tuple[torch.Tensor, ...]:
         tower = self.tower
+        if hasattr(tower, "input_norm"):
+            pixels = tower.input_norm(pixels, self.dtype)
         hidden = tower.patch_embed(pixels)
         if positions is not None:
             hidden = hidden + positions
@@ -248,9 +258,6 @@ class VllmQwen25Vision(VllmQwenVision):
         super().__init__(tower, modalities, takes_metadata=True, name=name, kept=kept)
         self.side = tower.window_size // self.merge // tower.patch_size
         self.window_rows = self.side**2 * self.merge_area
-        norm_dtype = getattr(getattr(tower, "input_norm", None), "input_dtype", None)
-        if norm_dtype is not None:
-            raise AdapterError(f"{name}: pixels are {norm_dtype} and normalised inside the tower")
 
     def _table_side(self) -> int:
         return 0
@@ -279,7 +286,7 @@ class VllmQwen25Vision(VllmQwenVision):
         """Patches in the tower's dtype; positions, windows and boundaries packed."""
         rows, tokens = capacity.rows, capacity.tokens
         return {
-            PIXELS: BufferSpec((rows, self.patch_width), self.dtype),
+            PIXELS: BufferSpec((rows, self.patch_width), self.pixel_dtype),
             "position_ids": BufferSpec((rows, 2), torch.int32, packed=True),
             "window_index": BufferSpec((tokens,), torch.int64, packed=True),
             "reverse_index": BufferSpec((tokens,), torch.int64, packed=True),

@@ -52,6 +52,11 @@ def engine_refusal(vllm_config: Any, model: Any, is_first_stage: bool) -> str | 
             "encoder attention in fp8 has dynamic scales, which change on the host; "
             "set mm_encoder_fp8_scale_path"
         )
+    if getattr(getattr(model, "input_norm", None), "is_identity", True) is False:  # 0.28, 0.29
+        return (
+            "pixels are normalised before the model's code for graphs; "
+            "set mm_device_do_normalize to false"
+        )
     if multimodal is None:
         return "the model has no multimodal configuration"
     return _outgrown(type(model))

@@ -111,7 +111,8 @@ def test_a_ranks_share_with_other_axes_runs_eagerly(engine: Any) -> None:
     from protocol_models import CaptureAxes
 
     model = CaptureAxes()
-    (graphs,) = executor_for(engine, model)._graphs()
+    served = executor_for(engine, model)
+    (graphs,) = served._graphs()
     group = {"pixel_values": torch.randn(2, 4, 8), "scales": [3, 1]}
     share = (replace(graphs.adapter.item_specs(group)[1], index=0),)
     alone = {"pixel_values": group["pixel_values"][1:], "scales": [1]}
@@ -127,7 +128,8 @@ def test_a_ranks_share_of_several_paths_is_its_own(engine: Any) -> None:
     from protocol_models import TwoPaths
 
     model = TwoPaths()
-    (encoder,) = executor_for(engine, model)._served
+    served = executor_for(engine, model)
+    (encoder,) = served._served
     group = {
         "pixel_values": torch.randn(4, 4, 8),
         "crops": torch.randn(4, 2, 8),
@@ -154,7 +156,8 @@ def test_a_ranks_own_eager_call_spreads_nothing(engine: Any) -> None:
             return super().encoder_eager_forward(*args, **options)
 
     model = Spreads()
-    (graphs,) = executor_for(engine, model)._graphs()
+    served = executor_for(engine, model)
+    (graphs,) = served._graphs()
     group = {"pixel_values": torch.randn(9, 4, 8)}
     assert equal(graphs.run(group), model.embed_multimodal(**group))
     assert model.use_data_parallel
@@ -279,13 +282,17 @@ def test_what_a_models_code_raises_costs_the_replay_alone(engine: Any, step: str
     assert served.stats()["hits"] == {"image": 4}
 
 
-def test_an_item_that_no_graph_may_take_runs_in_the_models_own_code(engine: Any) -> None:
-    """Kimi K2.5 gives chunks of films 2**30 tokens; an eager call of ours would make fewer."""
+@pytest.mark.parametrize("tokens", [[2**30], [4, -3], []])
+def test_an_item_that_no_graph_may_take_runs_in_the_models_own_code(
+    engine: Any, tokens: list[int]
+) -> None:
+    """Kimi K2.5 gives chunks of films 2**30 tokens; an eager call of ours would make fewer. And
+    sizes that none can be are the model's to refuse: an error here would end the engine."""
     from protocol_models import Base, spec
 
     model = Base()
     served = executor_for(engine, model)
-    model.get_encoder_cudagraph_item_specs = lambda _: [spec(4, 2**30)]  # type: ignore[method-assign]
+    model.get_encoder_cudagraph_item_specs = lambda _: [spec(4, n) for n in tokens]  # type: ignore[method-assign]
     (encoder,) = served._served
     assert served.execute({"pixel_values": torch.randn(1, 4, 8)}) is None
     encoder._shared = encoder.graphs  # ranks that share items always encode: never this one

@@ -43,7 +43,8 @@ def test_buffers_of_several_dtypes_keep_their_own():
     kinds = {"pixels": torch.bfloat16, "cos": torch.float32, "ids": torch.int64}
     inputs = {name: torch.full((5, 2), 7, dtype=dtype) for name, dtype in kinds.items()}
     rows = {"pixels": 3, "cos": 5, "ids": 0}
-    sources = {name: torch.ones(count, 2, dtype=torch.float64) for name, count in rows.items()}
+    given = {"pixels": torch.float64, "cos": torch.float64, "ids": torch.int32}
+    sources = {name: torch.ones(count, 2, dtype=given[name]) for name, count in rows.items()}
     copies(captured(), inputs, {})(sources)
     for name, target in inputs.items():
         assert target.dtype == kinds[name]
@@ -55,6 +56,22 @@ def test_what_does_not_fit_is_refused(shape):
     copy = copies(captured(), {"pixels": torch.zeros(6, 3)}, {})
     with pytest.raises(RefusedError, match="pixels is"):
         copy({"pixels": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize("takes_raw", [False, True])
+@pytest.mark.parametrize(
+    ("given", "kept"), [(torch.uint8, torch.bfloat16), (torch.float32, torch.uint8)]
+)
+def test_raw_pixels_and_normalised_ones_are_not_mixed_up(given, kept, takes_raw):
+    """Only a forward that normalises them takes raw ones, as floating-point numbers too."""
+    target = torch.zeros(6, 3, dtype=kept)
+    copy = copies(captured(), {"pixels": target}, {}, takes_raw)
+    if takes_raw and given is torch.uint8:
+        copy({"pixels": torch.full((6, 3), 255, dtype=given)})
+        assert (target == 255).all()
+        return
+    with pytest.raises(RefusedError, match=f"pixels is {given}, the graph's buffer is {kept}"):
+        copy({"pixels": torch.ones(6, 3, dtype=given)})
 
 
 @pytest.mark.parametrize("values", [{}, {"pixels": None}])
