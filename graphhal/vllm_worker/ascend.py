@@ -21,7 +21,7 @@ import torch
 from graphhal.adapter import EncoderAdapter
 from graphhal.errors import SettingsError
 from graphhal.settings import Settings
-from graphhal.vllm_worker import compatibility, executor, towers
+from graphhal.vllm_worker import compatibility, executor, ranks, towers
 from graphhal.vllm_worker.limits import merged
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
@@ -65,8 +65,6 @@ def build(vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
     has_protocol = model is None or hasattr(model, "encoder_cudagraph_forward")
     reason = _refusal(vllm_config, device, dtype, model, has_protocol)
     if reason is None:
-        reason = reach_attention(model)
-    if reason is None:
         return executor.build(vllm_config, device, dtype, model)
     served = "vllm-ascend's own encoder graphs serve it" if has_protocol else "it runs eagerly"
     if reason not in _said:
@@ -88,6 +86,15 @@ def _refusal(
     problem = hook_point_problem()
     if problem is not None:
         return problem
+    problem = _encoders_problem(vllm_config, device, dtype, model, settings)
+    if problem is None:
+        problem = reach_attention(model)
+    return ranks.in_one_voice(ranks.tensor_parallel(), "encoders inside vllm-ascend", problem)
+
+
+def _encoders_problem(
+    vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any, settings: Settings
+) -> str | None:
     limits = merged(settings, vllm_config.compilation_config)
     try:
         found = towers.encoders_of(model, vllm_config, limits, device, dtype)

@@ -21,11 +21,11 @@ from graphhal.errors import (
     NoPlatformError,
     SettingsError,
 )
-from graphhal.peers import DistributedPeers, Peers
+from graphhal.peers import Peers
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
-from graphhal.vllm_worker import compatibility, memory, touched, towers
+from graphhal.vllm_worker import compatibility, memory, ranks, touched, towers
 from graphhal.vllm_worker.limits import merged, most_tokens, with_free_slots
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.plugin import join_vllms_log, wants_encoder_graphs
@@ -79,18 +79,10 @@ def build(
     has_protocol = model is None or hasattr(model, "encoder_cudagraph_forward")
     problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
     if problem is None:
-        settings = merged(towers.settings_of(vllm_config), vllm_config.compilation_config)
-        try:
-            platform = open_platform(settings.platform, settings)
-            settings = with_free_slots(settings, model, platform.info.allow_empty)
-            return EncoderGraphExecutor(vllm_config, device, dtype, model, platform, settings)
-        except SettingsError:
-            raise
-        except NoPlatformError as error:
-            problem = str(error)
-        except Exception as error:  # a name of vLLM that is looked up late, or a platform's code
-            log.debug("%s cannot be served", type(model).__name__, exc_info=True)
-            problem = f"{type(error).__name__}: {error}"
+        made = _made(vllm_config, device, dtype, model)
+        if isinstance(made, EncoderGraphExecutor):
+            return made
+        problem = made
     served = "vLLM's own encoder graphs serve it" if has_protocol else "it runs eagerly"
     if problem not in _said:
         _said.add(problem)
@@ -98,6 +90,36 @@ def build(
     if has_protocol:
         return None
     return EncoderGraphExecutor(vllm_config, device, dtype, model, None, Settings(), problem)
+
+
+def _made(
+    vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
+) -> "EncoderGraphExecutor | str":
+    """An executor that serves what those of the other ranks do; or what keeps a rank from it."""
+    peers = Peers()
+    made: EncoderGraphExecutor | None = None
+    problem: str | None = None
+    wrong: SettingsError | None = None
+    try:
+        peers = ranks.tensor_parallel()
+        settings = merged(towers.settings_of(vllm_config), vllm_config.compilation_config)
+        platform = open_platform(settings.platform, settings)
+        settings = with_free_slots(settings, model, platform.info.allow_empty)
+        made = EncoderGraphExecutor(vllm_config, device, dtype, model, platform, settings)
+    except SettingsError as error:
+        problem, wrong = str(error), error
+    except NoPlatformError as error:
+        problem = str(error)
+    except Exception as error:  # a name of vLLM that is looked up late, or a platform's code
+        log.debug("%s cannot be served", type(model).__name__, exc_info=True)
+        problem = f"{type(error).__name__}: {error}"
+    problem = ranks.in_one_voice(peers, "options and platform", problem)
+    if wrong is not None:
+        raise wrong
+    if made is None or problem is not None:
+        return str(problem)
+    made.serve_alike(peers)
+    return made
 
 
 def report() -> list[dict[str, Any]]:
@@ -135,14 +157,18 @@ class EncoderGraphExecutor:
         self.name = type(model).__name__
         self._vllm_config = vllm_config
         self._model = model
+        self._process = os.getpid()
         self._captured = False
         self._held: torch.Tensor | None = None
         self._limit: int | None = None
         self._taken = memory.Taken(0, None)
         self._misses: dict[tuple[str, str], int] = {}
         self._served: list[ServedEncoder] = []
+        self._refused: dict[str, str] = {}
         self.refusal = (
-            refusal if platform is None else engine_refusal(vllm_config, model, _is_first_stage())
+            refusal
+            if platform is None
+            else engine_refusal(vllm_config, model, ranks.is_first_stage())
         )
         if self.refusal is None and platform is not None:
             self._serve(model, platform, device, dtype)
@@ -157,10 +183,20 @@ class EncoderGraphExecutor:
         )
         self.token_budgets = self._budgets()
         _alive.add(self)
-        goodbye = (weakref.ref(self), os.getpid())
-        atexit.register(_say_goodbye, *goodbye)
+        atexit.register(_say_goodbye, weakref.ref(self))
         # Processes that were forked, as vLLM's workers are by default, run no `atexit` functions.
-        Finalize(None, _say_goodbye, goodbye, exitpriority=0)
+        Finalize(None, _say_goodbye, (weakref.ref(self),), exitpriority=0)
+
+    def __del__(self) -> None:
+        """A runner that ends drops it, with or without `clear`, before the process ends."""
+        if hasattr(self, "_reporter"):  # else it was not constructed
+            self.end()
+
+    def end(self) -> None:
+        """Clear what was captured, except in a fork, which has neither the graphs nor the threads,
+        and perhaps a lock that one held."""
+        if self._captured and self._process == os.getpid():
+            self.clear()
 
     def _serve(
         self, model: Any, platform: Platform, device: torch.device, dtype: torch.dtype
@@ -190,8 +226,11 @@ class EncoderGraphExecutor:
         # vLLM's budgets are for vision; audio graphs have sizes of their own.
         budgets = towers.settings_of(self._vllm_config).token_budgets
         audio = settings.model_copy(update={"token_budgets": budgets})
-        peers, group = _ranks(self._vllm_config, model)
+        peers, group = ranks.sharing(self._vllm_config, model)
         for encoder in found:
+            if encoder.refusal is not None:
+                self._refuse(encoder, encoder.refusal)
+                continue
             own = audio if encoder.modalities == ("audio",) else settings
             try:
                 served = ServedEncoder(encoder, platform, own, peers, group)
@@ -201,12 +240,27 @@ class EncoderGraphExecutor:
                         graphs.ladder()
                 self._served.append(served)
             except GraphhalError as error:
-                log.warning("graphhal: %s runs eagerly: %s", encoder.name, error)
-            except Exception as error:  # the model's own code
-                problem = own_code_fails(error)
-                log.warning("graphhal: %s runs eagerly: %s", encoder.name, problem, exc_info=True)
-                if len(found) == 1:
-                    self.refusal = problem  # its groups are counted under it
+                self._refuse(encoder, str(error))
+            except Exception as error:  # noqa: BLE001  (the model's own code)
+                self._refuse(encoder, own_code_fails(error), traceback=True)
+        if not self._served:
+            self.refusal = "; ".join(dict.fromkeys(self._refused.values()))
+
+    def _refuse(self, encoder: towers.Encoder, reason: str, traceback: bool = False) -> None:
+        """Serve the others; groups of this one are counted under the reason."""
+        log.warning("graphhal: %s runs eagerly: %s", encoder.name, reason, exc_info=traceback)
+        self._refused |= dict.fromkeys(encoder.modalities, reason)
+
+    def serve_alike(self, peers: Peers) -> None:
+        """Serve nothing, with one loud line, where other ranks serve otherwise."""
+        names = ", ".join(served.encoder.name for served in self._served)
+        own = self.refusal or f"serves {names or 'nothing'}"
+        said = ranks.in_one_voice(peers, f"encoders of {self.name}", own)
+        if said != own:
+            self.refusal = f"ranks differ: {said}"
+            self._served.clear()
+            self.token_budgets = []
+            log.warning("graphhal: %s runs eagerly: %s", self.name, self.refusal)
 
     def _warmups(self) -> int:
         """As many as the operator asks for; else one, as with vLLM's own manager: the towers have
@@ -219,7 +273,9 @@ class EncoderGraphExecutor:
         replayed all of them, so that the misses are counted."""
         if self.refusal is not None:
             return modality in KNOWN_MODALITIES
-        return any(modality in served.encoder.modalities for served in self._served)
+        return modality in self._refused or any(
+            modality in served.encoder.modalities for served in self._served
+        )
 
     def is_captured(self) -> bool:
         """Whether `execute` is to be asked: `capture` was called."""
@@ -259,7 +315,7 @@ class EncoderGraphExecutor:
         refusal = self.refusal or request_refusal(mm_kwargs)
         served = None if refusal is not None else self._find(mm_kwargs)
         if served is None:
-            self._count(mm_kwargs, refusal or "no encoder takes these inputs")
+            self._count(mm_kwargs, refusal)
             return None
         try:
             return served.encode(mm_kwargs)
@@ -281,10 +337,10 @@ class EncoderGraphExecutor:
                 return served
         return None
 
-    def _count(self, mm_kwargs: Mapping[str, Any], reason: str) -> None:
+    def _count(self, mm_kwargs: Mapping[str, Any], reason: str | None) -> None:
         names = " ".join(name for name, value in mm_kwargs.items() if value is not None)
         modality = next((kind for mark, kind in MARKS if mark in names), "unknown")
-        key = (modality, reason)
+        key = (modality, reason or self._refused.get(modality) or "no encoder takes these inputs")
         self._misses[key] = self._misses.get(key, 0) + _count_items(mm_kwargs)
 
     def clear(self) -> None:
@@ -349,6 +405,7 @@ class EncoderGraphExecutor:
             "encoders": [served.encoder.name for served in self._served],
             "modalities": sorted({m for s in self._served for m in s.encoder.modalities}),
             "refusal": self.refusal,
+            "refused": dict(self._refused),
             "graph_hits": sum(hits.values()),
             "graph_misses": sum(sum(reasons.values()) for reasons in misses.values()),
             "hits": hits,
@@ -386,36 +443,13 @@ def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:
 def _count_items(mm_kwargs: Mapping[str, Any]) -> int:
     """Items of a group that nobody sized: the length of what has an entry for each, else 1."""
     for key, value in mm_kwargs.items():
-        if key.endswith(PER_ITEM) and hasattr(value, "__len__"):
+        if key.endswith(PER_ITEM) and hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0:
             return len(value)
     for value in mm_kwargs.values():
         whole = isinstance(value, torch.Tensor) and value.dim() == 3
         if whole or isinstance(value, list | tuple):
             return len(value)
     return 1
-
-
-def _is_first_stage() -> bool:
-    from vllm.distributed.parallel_state import get_pp_group, model_parallel_is_initialized
-
-    return not model_parallel_is_initialized() or bool(get_pp_group().is_first_rank)
-
-
-def _ranks(vllm_config: Any, model: Any) -> tuple[Peers, Any]:
-    """The tensor-parallel ranks: as peers that decide alike, or as a group that shares items.
-
-    A model that does not say that its ranks hold whole towers (`supports_encoder_tp_data`) may have
-    split them whatever the mode: ranks with different items would wait for each other inside.
-    """
-    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
-
-    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
-        return Peers(), None
-    multimodal = vllm_config.model_config.multimodal_config
-    whole = getattr(model, "supports_encoder_tp_data", False) is True
-    if whole and getattr(multimodal, "mm_encoder_tp_mode", None) == "data":
-        return Peers(), get_tp_group().device_group
-    return DistributedPeers(get_tp_group().cpu_group), None
 
 
 def _vllm_context(vllm_config: Any) -> AbstractContextManager[Any]:
@@ -428,8 +462,7 @@ def _vllm_context(vllm_config: Any) -> AbstractContextManager[Any]:
     return context
 
 
-def _say_goodbye(reference: "weakref.ref[EncoderGraphExecutor]", process: int) -> None:
-    """At exit. A fork has neither the graphs nor the threads, and perhaps a lock that one held."""
+def _say_goodbye(reference: "weakref.ref[EncoderGraphExecutor]") -> None:
     executor = reference()
-    if executor is not None and os.getpid() == process and executor.is_captured():
-        executor.clear()
+    if executor is not None:
+        executor.end()

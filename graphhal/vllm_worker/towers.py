@@ -67,6 +67,7 @@ class Encoder:
         raises: an `InputError` goes to the caller; else the model's own code judges the input.
         combine: makes the items' outputs from the paths' ones, with (paths, tokens, kwargs); None
             where an item's output is what its only path made.
+        refusal: why it has no adapter; None where it has.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Encoder:
     adapters: Mapping[str, EncoderAdapter]
     raises: bool = False
     combine: Combine | None = None
+    refusal: str | None = None
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -224,7 +226,11 @@ def _own_vision(model: Any, modalities: tuple[str, ...]) -> EncoderAdapter | Non
         if drift:
             log.warning("graphhal: the protocol is used instead of %s: %s", tower_name, drift[0])
             return None
-        return _wrap_vision(model, modalities, module_name)
+        try:
+            return _wrap_vision(model, modalities, module_name)
+        except AdapterError as error:
+            log.info("graphhal: the protocol is used: %s", error)
+            return None
     return None
 
 
@@ -247,25 +253,24 @@ def _kept(owner: torch.nn.Module, module: torch.nn.Module) -> tuple[Place, ...]:
 
 def _wrap_vision(
     model: Any, modalities: tuple[str, ...], name: str, above: tuple[Place, ...] = ()
-) -> EncoderAdapter | None:
+) -> EncoderAdapter:
+    """graphhal's own adapter of a tower.
+
+    Raises:
+        AdapterError: it has none for such a tower.
+    """
     tower = model.visual
+    if backend_of(tower) not in PACKED_BACKENDS:
+        raise AdapterError(f"attention {backend_of(tower)} reads boundaries in another way")
     try:
         from graphhal.vllm_worker.qwen_towers import VllmQwen25Vision, VllmQwenVision
     except ImportError as error:
-        log.warning("graphhal: the protocol is used: %s", error)
-        return None
-    if backend_of(tower) not in PACKED_BACKENDS:
-        log.info("graphhal: the protocol is used: attention is %s", backend_of(tower))
-        return None
+        raise AdapterError(str(error)) from error
     kept = (*above, *_kept(model, tower))
-    try:
-        if name == "qwen2_5_vl":
-            return VllmQwen25Vision(tower, modalities, f"vllm_{name}_vision", kept)
-        takes_metadata = name == "qwen3_vl"
-        return VllmQwenVision(tower, modalities, takes_metadata, f"vllm_{name}_vision", kept)
-    except AdapterError as error:
-        log.info("graphhal: the protocol is used: %s", error)
-        return None
+    if name == "qwen2_5_vl":
+        return VllmQwen25Vision(tower, modalities, f"vllm_{name}_vision", kept)
+    takes_metadata = name == "qwen3_vl"
+    return VllmQwenVision(tower, modalities, takes_metadata, f"vllm_{name}_vision", kept)
 
 
 def _opted_in(model: Any) -> tuple[str, type] | None:
@@ -313,18 +318,35 @@ def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings
     _check_thinker(inner)
     encoders = []
     vision = enabled_modalities(("image", "video"), vllm_config, settings)
-    tower = getattr(inner, "visual", None)
-    if vision and hasattr(tower, "patch_embed"):
-        adapter = _wrap_vision(inner, vision, "qwen3_omni", above)
-        if adapter is not None:
-            encoders.append(Encoder(adapter.name, vision, {"default": adapter}))
+    if vision and hasattr(getattr(inner, "visual", None), "patch_embed"):
+        encoders.append(
+            _encoder_or_why(
+                "vllm_qwen3_omni_vision",
+                vision,
+                lambda: _wrap_vision(inner, vision, "qwen3_omni", above),
+            )
+        )
     audio = enabled_modalities(("audio",), vllm_config, settings)
     if audio and hasattr(inner.audio_tower, "conv2d1"):
         from graphhal.vllm_worker.qwen_audio import VllmQwenAudio
 
-        clips = VllmQwenAudio(inner.audio_tower, (*above, *_kept(inner, inner.audio_tower)))
-        encoders.append(Encoder(clips.name, audio, {"default": clips}))
+        kept = (*above, *_kept(inner, inner.audio_tower))
+        encoders.append(
+            _encoder_or_why(
+                VllmQwenAudio.name, audio, lambda: VllmQwenAudio(inner.audio_tower, kept)
+            )
+        )
     return encoders
+
+
+def _encoder_or_why(
+    name: str, modalities: tuple[str, ...], wrap: Callable[[], EncoderAdapter]
+) -> Encoder:
+    """The encoder of an adapter, or of none: each of a model's encoders for itself."""
+    try:
+        return Encoder(name, modalities, {"default": wrap()})
+    except AdapterError as error:
+        return Encoder(name, modalities, {}, refusal=str(error))
 
 
 def _covo_encoders(model: Any, vllm_config: Any, settings: Settings) -> list[Encoder]:

@@ -1,8 +1,12 @@
 """One flag, options from three places, refusals: what is on, off, or an error."""
 
+import ast
+import re
 import types
+from collections.abc import Iterator
 from itertools import pairwise
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +24,8 @@ from graphhal.vllm_worker.limits import (
     with_free_slots,
 )
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def compilation(**options: Any) -> Any:
@@ -282,6 +288,10 @@ def test_films_make_a_graph_little_larger_either() -> None:
         ),
         (lambda c, m: setattr(m, "is_multimodal_pruning_enabled", True), "pruning"),
         (lambda c, m: setattr(c.model_config, "multimodal_config", None), "no multimodal"),
+        (
+            lambda c, m: setattr(m, "input_norm", types.SimpleNamespace(is_identity=False)),
+            "pixels are normalised before",
+        ),
     ],
 )
 def test_engines_that_must_not_have_graphs(change: Any, reason: str) -> None:
@@ -329,6 +339,23 @@ def test_no_frames_in_a_batch_are_no_films() -> None:
     assert refusals.enabled_modalities(("image", "video"), config(), settings) == ("image",)
     with pytest.raises(SettingsError, match=r"max_frames_per_batch is 0, .* max_frames is 8"):
         merged(Settings(max_frames=8), without)
+
+
+def reasons() -> Iterator[str]:
+    """What `refusals` may return for a reason, up to its details."""
+    tree = ast.parse(Path(refusals.__file__).read_text())
+    functions = ("engine_refusal", "_outgrown", "own_code_fails", "request_refusal")
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and function.name in functions:
+            for returned in (n for n in ast.walk(function) if isinstance(n, ast.Return)):
+                texts = [n.value for n in ast.walk(returned) if isinstance(n, ast.Constant)]
+                words = [text for text in texts if isinstance(text, str) and " " in text]
+                yield from (re.split("[:;,]", text)[0].strip() for text in words[:1])
+
+
+@pytest.mark.parametrize("reason", [*reasons(), "ranks differ", "no encoder takes these inputs"])
+def test_the_guide_has_every_reason_in_the_words_of_log_and_counters(reason: str) -> None:
+    assert reason in (ROOT / "docs" / "vllm.md").read_text()
 
 
 def test_embeddings_are_refused_and_pixels_are_not() -> None:

@@ -145,3 +145,31 @@ def test_a_forked_worker_says_what_it_served_when_it_ends(engine: Any, tmp_path:
     child.join(timeout=100)
     assert child.exitcode == 0
     assert json.loads(file.read_text())["graph_hits"] == 1
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_an_executor_that_its_runner_drops_says_what_it_served(
+    engine: Any, tmp_path: Path, cycle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V1 runners clear no manager: on ROCm they drop it before distributed teardown, and in a
+    process that goes on they are collected with it."""
+    import gc
+
+    import vllm_on_cpu as on_cpu
+
+    file = tmp_path / "stats.json"
+    engine.additional_config["graphhal"] |= {"stats_file": str(file), "log_seconds": 0}
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    on_cpu.run_v2(model, manager, [("image", on_cpu.image_group(model, [[1, 8, 8]]))])
+    held: list[tuple[int, int]] = []
+    monkeypatch.setattr(manager._reporter._prometheus, "held", lambda *now: held.append(now))
+    (graphs,) = manager._graphs()
+    if cycle:
+        manager.itself = manager
+    del manager
+    gc.collect()
+    assert json.loads(file.read_text())["graph_hits"] == 1
+    assert held[-1] == (0, 0)
+    assert graphs.keys() == []

@@ -48,13 +48,48 @@ def serve(mode):
         return {"worst": worst, "hits": stats["graph_hits"], "misses": stats["graph_misses"],
                 "graphs": stats["graph_count"]}
 
+def differ(mode, name):
+    # Rank 1 alone fails in a function of the worker's.
+    import time
+    from unittest import mock
+    from graphhal.vllm_worker import executor, plugin, towers
+    os.makedirs(f"{folder}/{name}", exist_ok=True)
+    failing = mock.Mock(side_effect=ERRORS[name]("this card is ill"))
+    places = {"encoder": (towers, "_own_vision"), "platform": (executor, "open_platform"),
+              "options": (executor, "merged")}
+    with on_cpu.engine_context(
+        world_size=2, rank=rank, folder=f"{folder}/{name}", mode=mode,
+        encoder_cudagraph_token_budgets=[16, 32, 64],
+    ) as config:
+        config.parallel_config.tensor_parallel_size = 2
+        model = on_cpu.qwen3_vl(config)
+        started = time.perf_counter()
+        said, manager = None, None
+        with mock.patch.object(*places[name], failing) if rank else contextlib.nullcontext():
+            try:
+                manager = executor.build(config, torch.device("cpu"), torch.float32, model)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+        if manager is not None:
+            manager.capture(graph_pool=None)
+            assert manager.execute(on_cpu.image_group(model, [[1, 8, 8], [1, 4, 8]])) is None
+            ((said, count),) = manager.stats()["misses"]["image"].items()
+            assert (manager.is_captured(), count) == (True, 2)
+        return {"said": said, "served": manager is not None,
+                "seconds": time.perf_counter() - started}
+
+import contextlib
+from graphhal.errors import SettingsError
+ERRORS = {"encoder": RuntimeError, "platform": RuntimeError, "options": SettingsError}
 for mode in ("data", "weights"):
     print("RESULT", json.dumps({"mode": mode, **serve(mode)}), flush=True)
+for mode, name in (("data", "encoder"), ("weights", "platform"), ("data", "options")):
+    print("RESULT", json.dumps({"mode": name, **differ(mode, name)}), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Results of both ranks, by mode."""
     folder = tmp_path_factory.mktemp("ranks")
     script = folder / "rank.py"
@@ -69,7 +104,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         )
         for rank in range(2)
     ]
-    results: dict[str, list[dict[str, float]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     try:
         for process in processes:
             out, error = process.communicate(timeout=500)
@@ -101,6 +136,22 @@ def test_split_weights_replay_or_not_together(ranks: Any) -> None:
     assert (one["hits"], one["misses"]) == (two["hits"], two["misses"]) == (4, 2)
 
 
+@pytest.mark.timeout(600)
+def test_a_rank_that_cannot_serve_keeps_the_others_from_it(ranks: Any) -> None:
+    """Alone it would encode eagerly, and gather, as vLLM does it, beside ranks that replay."""
+    for own in ranks["encoder"]:
+        assert own["served"]
+        assert own["said"] == (
+            "ranks differ: rank 0: serves vllm_qwen3_vl_vision; "
+            "rank 1: its own code for graphs fails: RuntimeError('this card is ill')"
+        )
+    assert [own["served"] for own in ranks["platform"]] == [False, False]  # vLLM's own manager
+    one, two = ranks["options"]
+    assert (one["said"], two["said"]) == (None, "SettingsError: this card is ill")
+    assert not one["served"]
+    assert all(own["seconds"] < 100 for name in ("encoder", "platform") for own in ranks[name])
+
+
 @pytest.mark.parametrize(("tower", "shares"), [("qwen3_vl", True), ("qwen3_omni", False)])
 def test_only_whole_towers_share_items(
     engine: Any, tower: str, shares: bool, monkeypatch: pytest.MonkeyPatch
@@ -112,15 +163,16 @@ def test_only_whole_towers_share_items(
     import vllm_on_cpu as on_cpu
     from vllm.distributed import parallel_state
 
-    from graphhal.vllm_worker import executor
+    from graphhal.vllm_worker import ranks
 
     two = types.SimpleNamespace(world_size=2, device_group="items", cpu_group="decisions")
     model = getattr(on_cpu, tower)(engine)
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: two)
-    monkeypatch.setattr(executor, "DistributedPeers", lambda group: group)
+    decisions = types.SimpleNamespace(size=2)
+    monkeypatch.setattr(ranks, "DistributedPeers", lambda group: decisions)
     engine.model_config.multimodal_config.mm_encoder_tp_mode = "data"
-    peers, group = executor._ranks(engine, model)
+    peers, group = ranks.sharing(engine, model)
     assert group == ("items" if shares else None)
-    assert (peers == "decisions") is not shares
+    assert (peers is decisions) is not shares
     engine.model_config.multimodal_config.mm_encoder_tp_mode = "weights"
-    assert executor._ranks(engine, model) == ("decisions", None)
+    assert ranks.sharing(engine, model) == (decisions, None)

@@ -141,6 +141,65 @@ def test_a_thinker_that_is_derived_and_encodes_in_its_own_way_has_no_graphs(
     assert manager.execute(on_cpu.audio_group(model, [230])) is None
 
 
+@pytest.mark.parametrize("refused", ["image", "audio"])
+def test_one_encoder_that_cannot_be_served_is_said_and_counted_and_the_other_is_served(
+    engine: Any, refused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import types
+
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import plugin
+
+    engine.additional_config["graphhal"]["vllm_models"] = "qwen3_omni"
+    model = on_cpu.qwen3_omni(engine)
+    if refused == "image":
+        model.visual.attn_backend = types.SimpleNamespace(name="FLASHINFER")
+        name, reason = "vision", "attention FLASHINFER reads boundaries in another way"
+    else:
+        model.audio_tower.n_window_infer = 10
+        name, reason = "audio", "vllm_qwen3_omni_audio: n_window_infer is shorter than one window"
+    plugin.install(engine)
+    with on_cpu.log_of("graphhal", caplog):
+        manager = on_cpu.make_manager(engine, model)
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("graphhal.vllm_worker")]
+    assert f"graphhal: vllm_qwen3_omni_{name} runs eagerly: {reason}" in said
+    assert not any("protocol is used" in line for line in said)  # it has none
+    manager.capture(graph_pool=None)
+    groups = {
+        "image": on_cpu.image_group(model, [[1, 8, 8], [1, 4, 4]]),
+        "audio": on_cpu.audio_group(model, [230]),
+    }
+    for modality, group in groups.items():
+        assert manager.supports_modality(modality)
+        assert (manager.execute(group) is None) == (modality == refused)
+    count = 2 if refused == "image" else 1
+    assert manager.stats()["misses"] == {refused: {reason: count}}
+    assert manager.stats()["graph_hits"] == 3 - count
+
+
+def test_a_model_whose_only_encoder_is_refused_counts_why(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.errors import AdapterError
+    from graphhal.vllm_worker.held_tower import HeldTower
+
+    def prepare(self: Any, platform: Any) -> None:
+        raise AdapterError("its boundaries are somewhere else")
+
+    monkeypatch.setattr(HeldTower, "prepare", prepare)
+    model = on_cpu.qwen3_vl(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    groups = [("image", on_cpu.image_group(model, [[1, 8, 8], [1, 4, 4]]))]
+    eager = on_cpu.run_v2(model, None, groups)
+    ours = on_cpu.run_v2(model, manager, groups)
+    assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
+    assert manager.stats()["misses"] == {"image": {"its boundaries are somewhere else": 2}}
+
+
 @pytest.mark.parametrize(
     ("group", "modality"),
     [
@@ -170,6 +229,7 @@ def test_keys_tell_the_modality_of_a_miss(
         ({"image_embeds": torch.zeros(9, 8), "image_grid_thw": torch.ones(3, 3)}, 3),
         ({"video_embeds": torch.zeros(9, 8)}, 1),
         ({"image_embeds": torch.zeros(9, 8), "image_num_patches": torch.ones(2)}, 2),
+        ({"pixel_values": torch.zeros(9, 8), "image_grid_thw": torch.tensor(5)}, 1),
     ],
 )
 def test_every_item_of_a_group_that_nobody_sized_counts(
