@@ -29,6 +29,7 @@ class Prometheus:
     def __init__(self, model: str) -> None:
         self._model = model
         self._published: Counter[tuple[str, ...]] = Counter()
+        self._held = (0, 0)
         self._works = False
         try:
             import prometheus_client
@@ -95,11 +96,13 @@ class Prometheus:
             log.warning("graphhal: no metrics are published: %s: %s", type(error).__name__, error)
 
     def held(self, graphs: int, num_bytes: int) -> None:
-        """Publish what is there: after capture, after graphs were given up, after the release."""
+        """Publish what is there: after capture, after graphs were given up, after the release.
+        Engines of one process that serve the same model add up."""
         if self._works:
+            before, self._held = self._held, (graphs, num_bytes)
             with self._or_none():
-                self._graphs.labels(self._model).set(graphs)
-                self._bytes.labels(self._model).set(num_bytes)
+                self._graphs.labels(self._model).inc(graphs - before[0])
+                self._bytes.labels(self._model).inc(num_bytes - before[1])
 
     def served(self, stats: Mapping[str, Any]) -> None:
         """Publish what changed since the last call; `stats` is `EncoderGraphExecutor.stats()`."""

@@ -48,6 +48,10 @@ def test_counters_of_a_worker_appear_in_another_process(tmp_path: Path) -> None:
         "other = Reporter('N', 0, None)\n"
         "other.captured(stats)\n"
         "other.released()\n"
+        "first, second = (Reporter('P', 0, None) for _ in range(2))\n"
+        "first.captured(stats)\n"
+        "second.captured(stats)\n"
+        "first.released()\n"
     )
     server = (
         "import prometheus_client, prometheus_client.multiprocess as m, sys\n"
@@ -78,6 +82,8 @@ def test_counters_of_a_worker_appear_in_another_process(tmp_path: Path) -> None:
     # Graphs given up since capture, and all of them after the release.
     assert 'graphhal_encoder_graphs{model="M"} 5.0' in text
     assert 'graphhal_encoder_graphs{model="N"} 0.0' in text
+    # The engine before is collected after the one that follows has captured.
+    assert 'graphhal_encoder_graphs{model="P"} 5.0' in text
     assert 'graphhal_encoder_graph_bytes{model="N"} 0.0' in text
 
 

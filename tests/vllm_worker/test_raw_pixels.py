@@ -58,9 +58,7 @@ def test_raw_pixels_are_replayed(
     ours = on_cpu.run_v2(model, manager, groups)
     for one, other in zip(ours, eager, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
-    # The capture buffers of 0.31's Qwen3-VL are for normalised pixels: raw ones must not go there.
-    replays = adapter == "own" or tower == "qwen2_5_vl"
-    assert manager.stats()["graph_hits"] == (3 if replays else 0)
+    assert manager.stats()["graph_hits"] == 3
 
 
 @pytest.mark.parametrize("adapter", ["own", "protocol"])
@@ -73,7 +71,7 @@ def test_pixels_of_another_kind_are_for_the_models_own_code(
     engine.additional_config["graphhal"]["vllm_adapter"] = adapter
     for model, pixels in (
         (normalising(engine, "qwen2_5_vl", monkeypatch), lambda group: group),
-        (on_cpu.qwen2_5_vl(engine), raw),
+        (on_cpu.qwen3_vl(engine), raw),
     ):
         manager = on_cpu.make_manager(engine, model)
         manager.capture(graph_pool=None)
