@@ -1,5 +1,5 @@
 """Notices weights that were rebound after capture, which a graph reads by address, and modules
-that compute otherwise since: a graph runs no hook and no `forward` that came later."""
+that compute otherwise since: a graph runs no hook, `forward` or submodule that came later."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,6 +9,8 @@ from time import monotonic
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
@@ -28,6 +30,11 @@ PAUSE_SECONDS = 0.1
 """The first request after a pause of this length checks every tensor: reloads take longer."""
 FULL_CHECK_SECONDS = 1.0
 """So does a request later than this after the last full check, however busy the server is."""
+
+CALLED = ("forward", "_call_impl")
+"""What a call of a module runs, and what is patched, on one module or on its class."""
+BY_MODE = (_DropoutNd, _NormBase, torch.nn.RReLU)
+"""Modules that compute otherwise after `train()` or `eval()`."""
 
 
 _registrations = count(1)
@@ -54,20 +61,21 @@ def _changes() -> int:
 
 
 _GET: Callable[[Mapping[Any, Any], Any], Any] = dict.get  # type: ignore[assignment]
+_called = operator.attrgetter("__call__", *CALLED)
 _Place = tuple[Mapping[Any, Any], Any, Any]
 """Table, key, what is held there."""
 
 
 class WeightWatch:
     """The parameters, buffers, submodules and forward hooks of modules, as they were when graphs
-    were captured, and the `forward` of each module and of its classes.
+    were captured, and what a call of a module runs: its class, and a `forward` of its own.
 
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
-    (`module.weight = …`), or given other storage (`weight.data = …`, sleep and wake), does; so
-    does a module that was hooked or patched. What was replaced or hooked is noticed by the next
-    request, because PyTorch tells of it, and so is a class that was patched; other storage under a
-    few of more than `WHOLE` tensors by the first one after a pause, or in turn, and so are hooks
-    that are gone, and patches of single modules.
+    (`module.weight = …`), or given other storage or strides (`weight.data = …`, sleep and wake),
+    does; so does a module that was hooked, patched or given a submodule. What was replaced,
+    registered or hooked is noticed by the next request, because PyTorch tells of it, and so is a
+    class that was patched; other storage under a few of more than `WHOLE` tensors by the first one
+    after a pause, or in turn, and so are hooks that are gone, and patches of single modules.
 
     Args:
         modules: the roots.
@@ -89,46 +97,53 @@ class WeightWatch:
             _global_forward_pre_hooks,
             _global_forward_hooks,
         )
-        self._hooks = [*every_module]
+        self._tables = [*every_module]
         for table in every_module:
             places |= {(id(table), name): (table, name, held) for name, held in table.items()}
-        classes: set[type] = set()
-        for root in modules:
-            for module in root.modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    raise CaptureError(
-                        f"{type(module).__name__} keeps its weights where nobody sees them move; "
-                        "pass the module that TorchScript was made of"
-                    )
-                hooks = (module._forward_pre_hooks, module._forward_hooks)
-                self._hooks += hooks
-                for table in (module._modules, module._parameters, module._buffers, *hooks):
-                    for name, held in table.items():
-                        places[id(table), name] = (table, name, held)
-                own = vars(module)
-                places[id(own), "forward"] = (own, "forward", own.get("forward"))
-                classes |= {*type(module).__mro__} - {object}
-        self._of_classes = [vars(each).get for each in classes]
-        self._forwards = self._class_forwards()
+        self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
+        for module in self._modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise CaptureError(
+                    f"{type(module).__name__} keeps its weights where nobody sees them move; "
+                    "pass the module that TorchScript was made of"
+                )
+            hooks = (module._forward_pre_hooks, module._forward_hooks)
+            tables = (module._modules, module._parameters, module._buffers, *hooks)
+            self._tables += tables
+            for table in tables:
+                for name, held in table.items():
+                    places[id(table), name] = (table, name, held)
+            own = vars(module)
+            for name in (*CALLED, *(["training"] if isinstance(module, BY_MODE) else ())):
+                places[id(own), name] = (own, name, own.get(name))
         self._everything = _Window(list(places.values()))
         self._windows = [_Window(part) for part in _windows(places.values())]
         self._next = 0
         self._looked_at: _Window | None = None
-        self._num_hooks = sum(map(len, self._hooks))
+        self._classes = list(map(type, self._modules))
+        self._kinds = dict.fromkeys(self._classes)
+        self._calls = list(map(_called, self._kinds))
+        self._num_entries = sum(map(len, self._tables))
         _watch_registrations()
         self._changes = _changes()
         self._checked_at = self._asked_at = monotonic()
 
     def moved(self) -> bool:
-        """Whether any tensor was replaced, or its memory moved, or a module was hooked or patched.
-        Host work only, no device read."""
+        """Whether any tensor was replaced, or its memory moved, or a module was hooked, patched or
+        given a submodule. Host work only, no device read."""
         changes = _changes()
         if changes != self._changes:  # hooks that are gone are seen in the windows
-            if sum(map(len, self._hooks)) != self._num_hooks:
+            if sum(map(len, self._tables)) != self._num_entries:
                 return True
             self._changes = changes
         self._checked_at = monotonic()
-        return self._class_forwards() != self._forwards or self._everything.moved()
+        return self._everything.moved() or self._patched() or self._of_other_classes()
+
+    def _patched(self) -> bool:
+        return list(map(_called, self._kinds)) != self._calls
+
+    def _of_other_classes(self) -> bool:
+        return list(map(type, self._modules)) != self._classes
 
     def moved_lately(self) -> bool:
         """As `moved`, cheap enough for every request: a window in turn; all of them after a pause,
@@ -160,12 +175,12 @@ class WeightWatch:
         looked_at, self._looked_at = self._looked_at, None
         if looked_at is None:
             return False
-        if looked_at is self._everything:
-            self._checked_at = monotonic()
-        return self._class_forwards() != self._forwards or looked_at.replaced()
-
-    def _class_forwards(self) -> list[Any]:
-        return [get("forward") for get in self._of_classes]
+        if looked_at.replaced() or self._patched():
+            return True
+        if looked_at is not self._everything:
+            return False
+        self._checked_at = monotonic()
+        return self._of_other_classes()
 
 
 def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:
@@ -190,18 +205,24 @@ class _Window:
         self._tables = [table for table, _, _ in places]
         self._names = [name for _, name, _ in places]
         self._held = [held for _, _, held in places]
-        self._data_ptrs = [held.data_ptr for held in self._held if isinstance(held, torch.Tensor)]
+        tensors = [held for held in self._held if isinstance(held, torch.Tensor)]
+        self._data_ptrs = [held.data_ptr for held in tensors]
         self._addresses = [data_ptr() for data_ptr in self._data_ptrs]
+        self._strides = [held.stride for held in tensors if held.dim() > 1]
+        self._steps = [stride() for stride in self._strides]
 
     def moved(self) -> bool:
         """Whether anything is not what it was."""
         return self.replaced() or self.moved_memory()
 
     def replaced(self) -> bool:
-        """Whether a table holds something else."""
-        return not all(map(operator.is_, map(_GET, self._tables, self._names), self._held))
+        """Whether a table holds something else, or a tensor has other strides."""
+        if not all(map(operator.is_, map(_GET, self._tables, self._names), self._held)):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters take calls in Python
+            return [stride() for stride in self._strides] != self._steps
 
     def moved_memory(self) -> bool:
         """Whether a tensor has other storage."""
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters take calls in Python
+        with torch._C.DisableTorchFunctionSubclass():
             return [data_ptr() for data_ptr in self._data_ptrs] != self._addresses

@@ -871,6 +871,12 @@ def test_rebound_weights_run_eagerly_until_recapture(platform, rebind):
         "hook",
         "hook_before",
         "patch_forward",
+        "patch_call",
+        "give_another_class",
+        "transpose_the_data",
+        "transpose_in_place",
+        "append_a_module",
+        "swap_tensors",
     }
     for _ in range(2):
         if works:

@@ -73,7 +73,47 @@ def patch_forward(made: Tower) -> None:
     made.mergers[0].forward = lambda rows: forward(rows) * 2
 
 
+def patch_call(made: Tower) -> None:
+    call = made.mergers[0]._call_impl
+    made.mergers[0]._call_impl = lambda rows: call(rows) * 2
+
+
+def give_another_class(made: Tower) -> None:
+    merger = made.mergers[0]
+
+    class Doubled(type(merger)):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows) * 2
+
+    merger.__class__ = Doubled
+
+
+def transpose_the_data(made: Tower) -> None:
+    weight = made.blocks[0].out.weight
+    weight.data = weight.data.t()  # the same address
+
+
+def transpose_in_place(made: Tower) -> None:
+    with torch.no_grad():
+        made.blocks[0].out.weight.t_()
+
+
+def append_a_module(made: Tower) -> None:
+    made.blocks.append(deepcopy(made.blocks[0]))
+
+
+def swap_tensors(made: Tower) -> None:
+    weight = made.blocks[0].out.weight
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.randn_like(weight)))
+
+
 REBINDINGS: list[Callable[[Tower], None]] = [
+    patch_call,
+    give_another_class,
+    transpose_the_data,
+    transpose_in_place,
+    append_a_module,
+    swap_tensors,
     replace_parameter,
     rebind_data,
     rebind_nested,
@@ -326,3 +366,23 @@ def test_a_module_that_is_replaced_where_its_owner_keeps_it() -> None:
     assert watch.moved_lately()
     gone = nn.Linear(2, 2)
     assert WeightWatch([gone], [(owner, "tower", gone)]).moved(), "it was not there from the start"
+
+
+@pytest.mark.parametrize("name", ["forward", "__call__", "_call_impl"])
+def test_a_class_that_is_patched_after_capture_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made = tower()
+    watch = WeightWatch([made])
+    kind = type(made.blocks[0])
+    called = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, *args: called(self, *args) * 2, raising=False)
+    assert watch.moved_lately()
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.5), nn.BatchNorm1d(4), nn.RReLU()])
+def test_the_mode_of_a_module_that_computes_by_it_is_noticed(module: nn.Module) -> None:
+    watch = WeightWatch([nn.Sequential(module.train())])
+    assert not watch.moved()
+    module.eval()
+    assert watch.moved_lately()

@@ -107,14 +107,6 @@ class Notes:
         register_of: Callable[[torch.Tensor], int],
     ) -> int:
         """Note a call on values: tensors by their registers, everything else frozen."""
-
-        def operand(value: Any) -> int:
-            if isinstance(value, torch.Tensor):
-                return register_of(value)
-            if isinstance(value, list | tuple) and holds_tensor(value):
-                return self.note(_as_list, "list", [operand(item) for item in value])
-            return self.register(value)
-
         moving = tuple(key for key, value in kwargs.items() if holds_tensor(value))
         fixed = {key: value for key, value in kwargs.items() if key not in moving}
         if moving:
@@ -122,7 +114,14 @@ class Notes:
         elif fixed:
             function = partial(function, **fixed)
         values = [*args, *(kwargs[key] for key in moving)]
-        return self.note(function, name, [operand(value) for value in values])
+        return self.note(function, name, [self._operand(value, register_of) for value in values])
+
+    def _operand(self, value: Any, register_of: Callable[[torch.Tensor], int]) -> int:
+        if isinstance(value, torch.Tensor):
+            return register_of(value)
+        if isinstance(value, list | tuple) and holds_tensor(value):
+            return self.note(_as_list, "list", [self._operand(item, register_of) for item in value])
+        return self.register(value)
 
     def finish(self, snapshot_bytes: int, escaped: MutableMapping[torch.Tensor, None]) -> Recording:
         """The recording: unread parts of results left out, registers freed after their last use."""

@@ -11,7 +11,7 @@ from graphhal.cpu import plugin
 from graphhal.cpu.memory import Pool, peak_bytes, poison
 from graphhal.errors import ReplayError
 from graphhal.platform import CaptureRequest, HostUpdate
-from tests.platforms.cpu_case import request_for
+from tests.platforms.cpu_case import Case, request_for
 
 KIB = 1024
 
@@ -121,6 +121,22 @@ def test_release_lets_go_of_weights() -> None:
     plugin.graphhal_release([graph])
     gc.collect()
     assert all(ref() is None for ref in watched)
+
+
+def test_a_capture_leaves_nothing_that_refers_to_weights_but_the_graph() -> None:
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    gc.disable()
+    try:
+        case = Case(lambda x: torch.cat([x @ weight, x]), torch.ones(2, 8))
+        assert not weakref.getweakrefs(weight)  # torch.utils.swap_tensors refuses them
+        aliases = [t for t in case.graph.handle.registers if isinstance(t, torch.Tensor)]
+        watched = [weakref.ref(alias) for alias in aliases]
+        del aliases
+        plugin.graphhal_release([case.graph])
+        assert watched
+        assert all(ref() is None for ref in watched)
+    finally:
+        gc.enable()
 
 
 def test_clear_and_recapture_into_the_same_pool() -> None:
