@@ -8,10 +8,12 @@ capture; so what the tape's own run wrote to static memory is put back, and the 
 the forward kept are poisoned.
 """
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -64,7 +66,8 @@ def capture(request: CaptureRequest, pool: Pool | None = None) -> CapturedGraph:
         with torch.no_grad():
             for _ in range(request.warmups - 1):
                 request.forward()
-            recording = _record(request.forward, seed, keep=request.warmups > 0)
+            with _uncompiled():
+                recording = _record(request.forward, seed, keep=request.warmups > 0)
     except CaptureError:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -83,6 +86,39 @@ def capture(request: CaptureRequest, pool: Pool | None = None) -> CapturedGraph:
     return CapturedGraph(
         request, recording, pool, pool.grow_to(recording.peak_bytes), poison=discard
     )
+
+
+class _Uncompiled:
+    """While entered, on any thread, compiled functions run as they were written.
+
+    Dynamo skips what it first meets under a dispatch mode, and for good: `torch.cond` and
+    `flex_attention`, which compile themselves, would fail in every eager call after a capture.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._before: Any = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if "torch._dynamo" not in sys.modules:  # nothing was compiled; its import takes seconds
+            yield
+            return
+        with self._lock:
+            if not self._entered:
+                self._before = torch.compiler.set_stance("force_eager")
+            self._entered += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._entered -= 1
+                if not self._entered:
+                    self._before.__exit__(None, None, None)
+
+
+_uncompiled = _Uncompiled()
 
 
 def _record(forward: Callable[[], None], seed: int, keep: bool) -> Recording:

@@ -104,6 +104,15 @@ def reseeding() -> UnsupportedOperationError:
     )
 
 
+def higher_order(what: str) -> UnsupportedOperationError:
+    """The error for an operator that takes functions: `torch.cond`, `flex_attention`."""
+    return UnsupportedOperationError(
+        f"{what} calls functions of its own, by device data or compiled, which no tape follows. "
+        "Write the branches with torch.where, attention with scaled_dot_product_attention or the "
+        "platform's own"
+    )
+
+
 def check_operator(
     op: Any,
     operands: Sequence[tuple[torch.Tensor, Origin]],

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphhal.cpu import plugin
@@ -414,3 +415,36 @@ def test_replay_inside_a_capture_is_refused() -> None:
 
     error = refused(lambda x: plugin.graphhal_replay(inner.graph))
     assert isinstance(error.__cause__, ReplayError)
+
+
+def attend(x: torch.Tensor) -> torch.Tensor:
+    return flex_attention(*[x.view(1, 1, 2, 2)] * 3).flatten()
+
+
+def branch(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, torch.neg, torch.abs, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("forward", [attend, branch])
+def test_what_compiles_itself_is_refused_and_still_runs_eagerly(forward: Forward) -> None:
+    x = static.clone()
+    before = forward(x)
+    error = refused(forward)
+    assert isinstance(error, UnsupportedOperationError)
+    assert "calls functions of its own" in str(error)
+    assert torch.equal(forward(x), before)
+
+
+def test_a_function_that_is_first_met_in_a_capture_is_compiled_later() -> None:
+    calls = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        calls.append(graph)
+        return graph
+
+    x, twice = static.clone(), torch.compile(lambda x: x * 2, backend=backend)
+    plugin.graphhal_capture(request_for(lambda: twice(x), torch.zeros(4)))
+    assert not calls
+    twice(x)
+    assert calls
