@@ -188,11 +188,13 @@ class CovoAudio(EncoderAdapter):
     def item_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
         """Clips in order; a token count outside 0..tokens_per_clip is refused."""
         features = mm_kwargs.get(FEATURES)
-        if isinstance(features, torch.Tensor) and features.dim() != 3:
-            raise InputError(
-                f"{FEATURES} must be (clips, {self.mel}, {self.frames}), got "
-                f"{tuple(features.shape)}; stack the clips"
-            )
+        if isinstance(features, torch.Tensor):
+            refuse_unreadable(features, FEATURES, self.device)
+            if features.dim() != 3:
+                raise InputError(
+                    f"{FEATURES} must be (clips, {self.mel}, {self.frames}), got "
+                    f"{tuple(features.shape)}; stack the clips"
+                )
         if not isinstance(features, torch.Tensor | Sequence | None):
             raise InputError(f"{FEATURES} must be tensors, got {type(features).__name__}")
         if features is None or len(features) == 0:
@@ -217,6 +219,8 @@ class CovoAudio(EncoderAdapter):
         item = index if clips is None or clips == 1 else None
         if not isinstance(features, torch.Tensor):
             raise InputError(f"{FEATURES} must be tensors, got {type(features).__name__}", item)
+        if clips is None:
+            refuse_unreadable(features, FEATURES, self.device, item)
         wanted = (self.mel, self.frames) if clips is None else (clips, self.mel, self.frames)
         if tuple(features.shape) != wanted:
             raise InputError(
@@ -226,7 +230,6 @@ class CovoAudio(EncoderAdapter):
             )
         if not features.dtype.is_floating_point:
             raise InputError(f"{FEATURES} is {features.dtype}; pass floating-point features", item)
-        refuse_unreadable(features, FEATURES, self.device, item)
 
     def _spec(self, index: int, tokens: int) -> ItemSpec:
         return ItemSpec(

@@ -19,7 +19,9 @@ def host_rows(values: Any, name: str, columns: int) -> tuple[tuple[int, ...], ..
     """
     rows = _listed(values, name)
     try:
-        table = tuple([tuple(map(_whole, _listed(row, name))) for row in rows])
+        table = tuple(
+            [tuple(map(_whole, _in_order(_listed(row, name)))) for row in _in_order(rows)]
+        )
     except TypeError as error:
         raise InputError(
             f"{name} must hold {columns} whole numbers for each item, got {values!r}"
@@ -36,9 +38,12 @@ def host_ints(values: Any, name: str) -> tuple[int, ...]:
     Raises:
         InputError: something else than one whole number for each item.
     """
-    flat = _listed(values, name)
-    if not isinstance(flat, Iterable) or isinstance(flat, str | bytes | Mapping | Set):
-        raise InputError(f"{name} must hold one whole number for each item, got {values!r}")
+    try:
+        flat = _in_order(_listed(values, name))
+    except TypeError as error:
+        raise InputError(
+            f"{name} must hold one whole number for each item, got {values!r}"
+        ) from error
     return tuple([host_int(value, name, number) for number, value in enumerate(flat)])
 
 
@@ -57,9 +62,19 @@ def host_int(value: Any, name: str, item: int | None = None) -> int:
         raise InputError(f"{name} must be one whole number, got {value!r}", item) from error
 
 
+def _in_order(values: Any) -> Iterable[Any]:
+    """Text is no list, and sets and mappings have no order that sizes could come in."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
+        raise TypeError("no list of sizes")
+    return values
+
+
 def _listed(values: Any, name: str, item: int | None = None) -> Any:
-    if isinstance(values, torch.Tensor) and (values.is_meta or values.layout is not torch.strided):
-        raise InputError(f"{name} is {values.layout} on {values.device}; pass its values", item)
+    if isinstance(values, torch.Tensor) and (
+        values.is_meta or values.is_nested or values.layout is not torch.strided
+    ):
+        kind = "nested" if values.is_nested else values.layout
+        raise InputError(f"{name} is {kind} on {values.device}; pass its values", item)
     return values.tolist() if hasattr(values, "tolist") else values
 
 

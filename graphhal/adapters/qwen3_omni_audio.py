@@ -115,6 +115,7 @@ class Qwen3OmniAudio(EncoderAdapter):
                 f"{key} must be one tensor of all clips, got {type(features).__name__}; "
                 "concatenate the clips along the frames"
             )
+        refuse_unreadable(features, key, self.device)
         if features.dim() != 2 or features.shape[0] != self.mel:
             raise InputError(
                 f"{key} must be ({self.mel}, frames of all clips), got {tuple(features.shape)}; "
@@ -122,7 +123,6 @@ class Qwen3OmniAudio(EncoderAdapter):
             )
         if not features.dtype.is_floating_point:
             raise InputError(f"{key} is {features.dtype}; pass floating-point mel features")
-        refuse_unreadable(features, key, self.device)
         return features, key
 
     def _checked_specs(

@@ -147,6 +147,7 @@ class Qwen3OmniVision(EncoderAdapter):
                 f"{pixels_key} must be one tensor of all patches, got {type(pixels).__name__}; "
                 "concatenate the items along dimension 0"
             )
+        refuse_unreadable(pixels, pixels_key, self.device)
         if pixels.dim() != 2 or pixels.shape[1] != self.patch_width:
             raise InputError(
                 f"{pixels_key} must be (patches, {self.patch_width}), got {tuple(pixels.shape)}; "
@@ -162,7 +163,6 @@ class Qwen3OmniVision(EncoderAdapter):
                 f"{pixels_key} is {pixels.dtype}, but this encoder normalises pixels itself; pass "
                 f"them as {raw}"
             )
-        refuse_unreadable(pixels, pixels_key, self.device)
         return pixels.shape[0]
 
     def _checked_specs(
