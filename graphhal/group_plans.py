@@ -32,6 +32,8 @@ class GroupPlan:
         starts: first row of each item in the group's output; one more entry: the end.
         steps: replays and eager calls, in order.
         num_bytes: host bytes of the packed blocks and the items.
+        sequences: of each item; equal signatures promise equal ones, and a wrong one would show in
+            no other way.
         refusals: items of each path and what the adapter said of them; the plan holds while it
             says the same.
     """
@@ -39,6 +41,7 @@ class GroupPlan:
     starts: tuple[int, ...]
     steps: tuple[PreparedReplay | Eager, ...]
     num_bytes: int
+    sequences: list[Mapping[str, tuple[int, ...]]]
     refusals: _Refusals
 
     def miss_reason(self) -> MissReason | None:
@@ -90,7 +93,9 @@ class GroupPlans:
                 f"{self._adapter.name}: signatures of items must be hashable: {error}"
             ) from error
         if plan is not None:
-            if all(self._adapter.refusal(part) == said for part, said in plan.refusals):
+            if plan.sequences == [item.sequences for item in items] and all(
+                self._adapter.refusal(part) == said for part, said in plan.refusals
+            ):
                 self._kept.move_to_end(key)
                 return plan
             self._num_bytes -= self._kept.pop(key).num_bytes
@@ -116,7 +121,8 @@ class GroupPlans:
                 steps.append(self._execution.prepare(entry, step.items, starts))
         blocks = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
         num_bytes = blocks + ITEM_BYTES * len(items)
-        return GroupPlan(starts, tuple(steps), num_bytes, refusals)
+        sequences = [item.sequences for item in items]
+        return GroupPlan(starts, tuple(steps), num_bytes, sequences, refusals)
 
     def _refusals(self, items: tuple[ItemSpec, ...]) -> _Refusals:
         if not self._refuses:

@@ -110,6 +110,21 @@ def test_items_of_one_signature_and_other_sizes_are_other_groups(platform, self_
         torch.testing.assert_close(torch.cat(outputs), adapter.net(asked["x"]).detach())
 
 
+def test_items_of_one_signature_and_other_sequences_are_planned_anew(platform):
+    class Unsigned(ToyEncoder):
+        def item_specs(self, mm_kwargs):
+            return tuple(
+                replace(item, signature=0, frames=1, splittable=False)
+                for item in super().item_specs(mm_kwargs)
+            )
+
+    graphs = captured(platform, Unsigned(paths=("video",)), self_check=SelfCheck.OFF)
+    for grids in ([(2, 6, "video")], [(6, 2, "video")], [(2, 6, "video")]):
+        asked = request(grids, seed=1)
+        torch.testing.assert_close(graphs.run(asked), graphs.run_eager(asked))
+    assert graphs.stats()["hits"] == {"video": 3}
+
+
 @pytest.mark.parametrize(
     "error",
     [
