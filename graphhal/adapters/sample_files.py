@@ -2,7 +2,8 @@
 
 import importlib.util
 import mimetypes
-from math import gcd
+from collections.abc import Iterable, Iterator
+from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ SAMPLE_RATES = (1_000, 768_000)
 LOUDEST = 2.0**31
 """Full scale is 1, or 2**31 where whole numbers were saved as floats; far beyond, a spectrum is not
 finite."""
+
+INSTANT = 1e-3
+"""Seconds: films count time in milliseconds or finer."""
 
 
 def sample_photograph() -> Path:
@@ -80,6 +84,7 @@ def read_image(path: Path, item: int) -> Image.Image:
     Raises:
         InputError: no such file, not a picture, or one of unknown range.
     """
+    _refuse_pipe(path, item)
     try:
         with Image.open(path) as image:
             mode = image.mode
@@ -111,26 +116,28 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def read_film(path: Path, item: int, frames_per_second: float, most: int) -> list[Image.Image]:
-    """Decode a film's frames at about `frames_per_second`, evenly spaced, `most` at most, all of
-    the first one's size.
+    """What a film shows `frames_per_second` times a second from its first frame on, `most` times
+    at most: frames of the first one's size, upright as the camera says.
 
     Raises:
         InputError: no such file, not a film, or no decoder is installed.
     """
+    _refuse_pipe(path, item)
     try:
         import av
     except ImportError as error:
         raise InputError(f"{path} is a film: install av to decode it", item) from error
     kept: list[Image.Image] = []
-    start = None
     try:
         with av.open(str(path)) as container:
-            for frame in container.decode(video=0) if container.streams.video else ():
-                at = frame.time if frame.time is not None else len(kept) / frames_per_second
-                start = at if start is None else start  # streams cut from a broadcast start late
-                if (at - start) * frames_per_second >= len(kept):
-                    width, height = kept[0].size if kept else (frame.width, frame.height)
-                    kept.append(frame.to_image(width=width, height=height))
+            frames = container.decode(video=0) if container.streams.video else ()
+            size = None
+            for frame, until in _shown(frames, frames_per_second):
+                size = size or (frame.width, frame.height)
+                times = min(_before(until, frames_per_second), most) - len(kept)
+                if times > 0:
+                    picture = frame.to_image(width=size[0], height=size[1])
+                    kept += [picture.rotate(frame.rotation, expand=True)] * times
                 if len(kept) == most:
                     break
     except (OSError, ValueError, IndexError, av.FFmpegError) as error:
@@ -143,12 +150,39 @@ def read_film(path: Path, item: int, frames_per_second: float, most: int) -> lis
     return kept
 
 
+def _shown(frames: Iterable[Any], rate: float) -> Iterator[tuple[Any, float]]:
+    """Each frame, and until when it is shown: seconds after the first one."""
+    shown, start, at = None, 0.0, 0.0
+    for number, frame in enumerate(frames):
+        time = number / rate if frame.time is None else frame.time
+        if shown is None:
+            start = time  # streams cut from a broadcast start late
+        else:
+            yield shown, time - start
+        shown, at = frame, time - start
+    if shown is not None:
+        yield shown, at + 2 * INSTANT
+
+
+def _before(seconds: float, rate: float) -> int:
+    """Multiples of 1 / rate, zero included, that come before `seconds`; not those of the same
+    instant, whose frame comes next."""
+    return max(0, ceil((seconds - INSTANT) * rate))
+
+
+def _refuse_pipe(path: Path, item: int) -> None:
+    """Files are read more than once, and reading a pipe that nobody writes to never ends."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{path} is a pipe or a device; save what comes from it as a file", item)
+
+
 def read_sound(path: Path, item: int, rate: int) -> npt.NDArray[np.float32]:
     """Decode a sound file to mono float32 samples at `rate` hertz.
 
     Raises:
         InputError: no such file, not a sound file, it is empty, or it holds what is no sound.
     """
+    _refuse_pipe(path, item)
     import soundfile
     from scipy.signal import resample_poly
 

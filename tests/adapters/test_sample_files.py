@@ -1,6 +1,11 @@
 """Files from anywhere: each is read as it was meant, or refused by its name with the way out."""
 
+import os
+import struct
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -122,6 +127,84 @@ def test_a_film_that_starts_late_is_sampled_as_evenly(tmp_path: Path) -> None:
             film.mux(stream.encode(frame))
         film.mux(stream.encode(None))
     assert len(read_film(path, 0, 2.0, 100)) == 4
+
+
+def write_film(path: Path, times: list[float], greys: list[int]) -> None:
+    """A film 32 wide and 64 high, lighter to the right, whose frames come at these seconds."""
+    with av.open(str(path), "w") as film:
+        stream = film.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 64, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for time, grey in zip(times, greys, strict=True):
+            picture = np.full((64, 32, 3), grey, np.uint8)
+            picture[:, 16:] += 100
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts, frame.time_base = round(time * 1000), Fraction(1, 1000)
+            film.mux(stream.encode(frame))
+        film.mux(stream.encode(None))
+
+
+def grey_of(picture: Image.Image) -> int:
+    return round(np.asarray(picture)[:, :12].mean() / 10) * 10
+
+
+@pytest.mark.parametrize(
+    ("times", "shown"),
+    [
+        ([0.0, 0.5, 1.0, 1.5], [20, 40, 60, 80]),
+        ([0.0, 0.1, 2.0, 2.1], [20, 40, 40, 40, 60]),
+        ([0.0, 0.4, 0.6, 0.9], [20, 40]),
+        ([3.0, 3.4, 3.6, 4.0], [20, 40, 80]),
+        ([0.0, 0.1, 0.2, 9.0], [20, 60, 60, 60, 60, 60]),
+    ],
+)
+def test_a_film_is_sampled_by_the_clock(
+    tmp_path: Path, times: list[float], shown: list[int]
+) -> None:
+    path = tmp_path / "film.mkv"
+    write_film(path, times, [20, 40, 60, 80])
+    assert [grey_of(picture) for picture in read_film(path, 0, 2.0, 6)] == shown
+
+
+@pytest.mark.parametrize(
+    ("matrix", "size", "light"),
+    [
+        ((1, 0, 0, 1), (32, 64), "right"),
+        ((0, 1, -1, 0), (64, 32), "bottom"),
+        ((-1, 0, 0, -1), (32, 64), "left"),
+        ((0, -1, 1, 0), (64, 32), "top"),
+    ],
+)
+def test_a_film_that_was_held_upright_stands_upright(
+    tmp_path: Path, matrix: tuple[int, ...], size: tuple[int, int], light: str
+) -> None:
+    path = tmp_path / "film.mp4"
+    write_film(path, [0.0, 0.5], [20, 20])
+    a, b, c, d = (value << 16 for value in matrix)
+    plain = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+    content = path.read_bytes()
+    header = content.index(b"tkhd")  # of the track; the film's own has such a matrix, too
+    at = content.index(plain, header)
+    turned = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(content[:at] + turned + content[at + len(turned) :])
+    picture = read_film(path, 0, 2.0, 1)[0]
+    assert picture.size == size
+    greys = np.asarray(picture.convert("L")).astype(int)
+    half = {
+        "right": greys[:, -12:],
+        "left": greys[:, :12],
+        "bottom": greys[-12:],
+        "top": greys[:12],
+    }
+    assert max(half, key=lambda side: half[side].mean()) == light
+
+
+@pytest.mark.parametrize("read", [read_image, partial(read_sound, rate=16_000)])
+def test_a_pipe_is_refused_before_it_is_waited_for(tmp_path: Path, read: Any) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=r"is a pipe or a device; save what comes from it"):
+        read(path, 0)
 
 
 def test_a_film_that_changes_its_size_keeps_the_first_one(tmp_path: Path) -> None:
