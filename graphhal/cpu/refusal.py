@@ -120,6 +120,8 @@ def check_operator(
     kwargs: Mapping[str, Any],
 ) -> CaptureError | None:
     """Why this operator cannot be captured, or None. Schema and origins decide, never values."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return higher_order(str(op))
     generator = kwargs.get("generator")
     if generator is not None and generator is not torch.default_generator:
         return UnsupportedOperationError(

@@ -11,14 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphhal.cpu.memory import Snapshot, storage_of, tensors_in
 from graphhal.cpu.recording import PART, Notes, Recording, function_of
-from graphhal.cpu.refusal import (
-    Origin,
-    check_operator,
-    foreign_memory,
-    higher_order,
-    rebinding,
-    written,
-)
+from graphhal.cpu.refusal import Origin, check_operator, foreign_memory, rebinding, written
 from graphhal.errors import CaptureError
 
 _aten = torch.ops.aten
@@ -49,10 +42,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         only_checks: it reads values to check them, which a device does not.
     """
 
-    supports_higher_order_operators = True  # they come here, to be refused
-
     def __init__(self, known: frozenset[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True  # they decompose not, and are refused by name
         self.running = False
         self.on_device = False
         self.only_checks = False
@@ -118,9 +110,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # `Parameter.data` names its class here, though it has no dispatch of its own.
         if any(each.__torch_dispatch__ is not _NO_DISPATCH for each in types):
             return NotImplemented  # Tensor subclasses unwrap themselves; their operators come next.
-        if isinstance(op, torch._ops.HigherOrderOperator):
-            self.refuse(higher_order(str(op)))
-        if op._can_decompose() and not op.has_kernel_for_dispatch_key(_CPU):
+        if getattr(op, "_can_decompose", bool)() and not op.has_kernel_for_dispatch_key(_CPU):
             with self:
                 return op.decompose(*args, **kwargs)
         self.running = True
