@@ -152,7 +152,7 @@ def test_bench_encodes_a_clip_whole_and_shortened(clip: Path) -> None:
     assert [line["label"] for line in tower["inputs"]] == [
         "clip first 1 s",
         "clip 2.0 s",
-        "4 × first-1s",
+        "4 × clip first 1 s",
         "2 different clips",
     ]
     assert [line["tokens"] for line in tower["inputs"]] == [13, 26, 52, 39]
@@ -378,6 +378,19 @@ def test_plan_says_why_an_image_misses_where_no_image_needs_a_graph(tmp_path: Pa
     ]
     assert [graph["key"] for graph in tower["graphs"]] == ["qwen3_omni_vision/video[16]"]
     assert tower["coverage"]["misses"] == {"more rows than the largest graph": 1}
+
+
+def test_plan_prints_no_empty_table(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    items = [{"modality": "image", "tokens": 70}]
+    trace.write_text(json.dumps({"schema": 1, "groups": [{"items": items}]}))
+    result = run("plan", *SMALL, "--trace", trace, "--tower", VISION, "--tower", AUDIO)
+    assert result.exit_code == 0
+    printed = result.stdout
+    assert f"{VISION}: no graph to capture" in printed
+    assert "0 of 1 items replayed" in printed
+    assert f"{AUDIO}: the trace has no item that it encodes" in printed
+    assert "added" not in printed
 
 
 def test_plan_names_modalities_that_no_tower_encodes(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_a_file_whose_name_is_no_text_has_a_label_and_a_report(tmp_path):
     path = tmp_path / os.fsdecode(b"bad\xff.png")
     Image.new("RGB", (64, 64)).save(path)
     labels = [line.label for line in image_inputs([path], tmp_path)]
-    assert labels == ["bad? 64×64", "4 × bad?"]
+    assert labels == ["bad? 64×64", "4 × bad? 64×64"]
     machine = {"summary": "", "platform": "cpu", "device": "", "preset": "", "versions": {}}
     machine |= {"settings": {"policy": "single"}, "date": "", "threads": 1, "graphhal": ""}
     write_report(tmp_path / "report.html", machine, [], [path], [])

@@ -60,7 +60,7 @@ def image_inputs(files: Sequence[Path], scratch: Path) -> list[BenchInput]:
         size = "×".join(map(str, pictures[path].size)) if path in pictures else "film"
         inputs.append(BenchInput(f"{_name(path)} {size}", (path,)))
     kinds = ["pictures"] * bool(pictures) + ["films"] * (len(pictures) < len(files))
-    return inputs + _groups(" and ".join(kinds), [path for _, path in copies], files)
+    return inputs + _groups(" and ".join(kinds), inputs)
 
 
 def clip_inputs(files: Sequence[Path], scratch: Path) -> list[BenchInput]:
@@ -85,7 +85,7 @@ def clip_inputs(files: Sequence[Path], scratch: Path) -> list[BenchInput]:
         BenchInput(f"{_name(path)} {len(clip) / CLIP_RATE:.1f} s", (path,))
         for path, clip in zip(files, clips, strict=True)
     ]
-    return inputs + _groups("clips", [path for _, path in copies], files)
+    return inputs + _groups("clips", inputs)
 
 
 def _name(path: Path) -> str:
@@ -94,11 +94,10 @@ def _name(path: Path) -> str:
     return name if len(name) <= LABEL_LENGTH else name[: LABEL_LENGTH - 1] + "…"
 
 
-def _groups(what: str, copies: Sequence[Path], files: Sequence[Path]) -> list[BenchInput]:
-    """Several files in one request: equal ones, and all the different ones."""
-    first = (*copies, *files)[0]
-    groups = [BenchInput(f"4 × {_name(first)}", (first,) * 4)]
-    different = (*copies, *files)
-    if len(different) > 1:
+def _groups(what: str, inputs: Sequence[BenchInput]) -> list[BenchInput]:
+    """Several files in one request: the first one repeatedly, and all of them."""
+    groups = [BenchInput(f"4 × {inputs[0].label}", inputs[0].files * 4)]
+    if len(inputs) > 1:
+        different = tuple(path for each in inputs for path in each.files)
         groups.append(BenchInput(f"{len(different)} different {what}", different))
     return groups

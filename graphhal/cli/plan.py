@@ -151,13 +151,21 @@ def _as_dict(coverage: Coverage) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    planned = found["coverage"] is not None
+    served = found["coverage"]
+    planned = served is not None
+    if planned and not served["items"]:
+        screen.say(f"{found['tower']}: the trace has no item that it encodes", style="bold")
+        return
     columns = ("graph", "added", "replays")[: 3 if planned else 2]
     rows = [
         (graph["key"], screen.human_bytes(graph["bytes"]), str(graph["replays"]))[: len(columns)]
         for graph in found["graphs"]
     ]
-    screen.print_table(f"{found['tower']}: graphs to capture", columns, rows, right=columns[1:])
+    if rows:
+        title = f"{found['tower']}: graphs to capture"
+        screen.print_table(title, columns, rows, right=columns[1:])
+    else:
+        screen.say(f"{found['tower']}: no graph to capture", style="bold")
     screen.say(
         f"  {len(rows)} of {found['ladder']} graphs, {screen.human_bytes(found['bytes'])} with the "
         f"shared arenas, captured in {found['capture_seconds']:.2f} s"
@@ -166,7 +174,6 @@ def _show(found: dict[str, Any]) -> None:
         screen.say(f"  dropped {dropped['key']}: {dropped['reason']}")
     if not planned:
         return
-    served = found["coverage"]
     screen.say(
         f"  {served['hits']} of {served['items']} items replayed ({served['hit_rate']:.1%}), "
         f"padding {served['padding_waste']:.1%}"
