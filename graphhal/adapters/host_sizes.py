@@ -64,6 +64,8 @@ def host_int(value: Any, name: str, item: int | None = None) -> int:
 
 def _in_order(values: Any) -> Iterable[Any]:
     """Text is no list, and sets and mappings have no order that sizes could come in."""
+    if type(values) is list or type(values) is tuple:  # the others take a microsecond to tell
+        return values
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
         raise TypeError("no list of sizes")
     return values
