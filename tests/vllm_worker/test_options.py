@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphhal.errors import SettingsError
+from graphhal.errors import AdapterError, SettingsError
 from graphhal.settings import Settings
 from graphhal.vllm_worker import refusals
 from graphhal.vllm_worker.limits import (
@@ -339,6 +339,45 @@ def test_no_frames_in_a_batch_are_no_films() -> None:
     assert refusals.enabled_modalities(("image", "video"), config(), settings) == ("image",)
     with pytest.raises(SettingsError, match=r"max_frames_per_batch is 0, .* max_frames is 8"):
         merged(Settings(max_frames=8), without)
+
+
+def platform(boundary_order: str) -> Any:
+    info = types.SimpleNamespace(name="odd", boundary_order=boundary_order)
+    return types.SimpleNamespace(info=info)
+
+
+@pytest.mark.parametrize(
+    ("backend", "order", "said"),
+    [
+        ("FLASH_ATTN", "before", None),
+        ("FLASH_ATTN", "after", "platform odd hands boundaries to the attention kernel itself"),
+        ("FLASHINFER", "before", "attention FLASHINFER reads boundaries in another way"),
+    ],
+)
+def test_boundaries_must_reach_the_attention_of_a_tower(
+    backend: str, order: str, said: str | None
+) -> None:
+    """Where they do not, every replay would keep those of the capture."""
+    from graphhal.vllm_worker.held_tower import HeldTower
+
+    tower = torch.nn.Linear(1, 1)
+    tower.attn_backend = types.SimpleNamespace(name=backend)  # type: ignore[assignment]
+    held = HeldTower(tower, ())
+    if said is None:
+        held.prepare(platform(order))
+        return
+    with pytest.raises(AdapterError, match=said):
+        held.prepare(platform(order))
+
+
+def test_the_protocol_keeps_boundaries_on_the_device() -> None:
+    from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
+
+    adapter = ProtocolAdapter.__new__(ProtocolAdapter)
+    adapter.name = "Some"
+    adapter.prepare(platform("before"))
+    with pytest.raises(AdapterError, match=r"Some: .* but platform odd needs them on the host"):
+        adapter.prepare(platform("after"))
 
 
 def reasons() -> Iterator[str]:
