@@ -1,11 +1,13 @@
 """`EncoderGraphs`: captures an encoder's ladder and serves requests by replay, or eagerly."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import RLock
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -38,6 +40,19 @@ from graphhal.stats import Statistics
 from graphhal.weights import WeightWatch
 
 log = logging.getLogger(__name__)
+
+_all: WeakSet["EncoderGraphs"] = WeakSet()
+
+
+def _free_locks() -> None:
+    """In a forked process: the thread that held a lock is not there to let go of it, nor to finish
+    what it had staged."""
+    for graphs in _all:
+        graphs._lock = RLock()
+        graphs._execution.forget()
+
+
+os.register_at_fork(after_in_child=_free_locks)
 
 
 @contextmanager
@@ -95,6 +110,7 @@ class EncoderGraphs:
         self._costs: CostTable | None = None
         self._output_kind: tuple[int, torch.dtype] | None = None
         self._plan_with_graphs()
+        _all.add(self)
 
     def ladder(self) -> tuple[Capacity, ...]:
         """Every graph that these settings ask for, captured or not.

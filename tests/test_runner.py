@@ -2,10 +2,13 @@
 
 import json
 import logging
+import os
+import signal
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -891,6 +894,30 @@ def test_rebound_weights_run_eagerly_until_recapture(platform, rebind):
         graphs.capture()
         assert_equals_eager(graphs, images(3))
         assert graphs.stats()["hits"] == {"image": 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_forked_while_another_thread_encodes_encodes_too():
+    graphs = serve(open_by_name("cpu"))
+    held, done = Event(), Event()
+
+    def encode():
+        with graphs._lock:
+            held.set()
+            done.wait()
+
+    thread = Thread(target=encode)
+    thread.start()
+    held.wait()
+    try:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # ends it where it waits
+            os._exit(0 if graphs.run(images(3)) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_weights_that_move_between_the_replays_of_one_request(platform):
