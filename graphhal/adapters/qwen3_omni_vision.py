@@ -77,6 +77,8 @@ class Qwen3OmniVision(EncoderAdapter):
     """
 
     name = "qwen3_omni_vision"
+    own_pixel_dtype: torch.dtype | None = None
+    """Of pixels that the encoder converts, or normalises, itself."""
 
     def __init__(
         self,
@@ -103,8 +105,8 @@ class Qwen3OmniVision(EncoderAdapter):
 
     @property
     def pixel_dtype(self) -> torch.dtype:
-        """Of the pixels in a graph: the encoder's own, unless it takes raw ones."""
-        return self.dtype
+        """Of the pixels in a graph: the encoder's own, unless it takes others."""
+        return self.own_pixel_dtype or self.dtype
 
     def _weight(self) -> torch.Tensor:
         return self.encoder.patch_embed.proj.weight  # type: ignore[no-any-return]
@@ -153,7 +155,9 @@ class Qwen3OmniVision(EncoderAdapter):
                 f"{pixels_key} must be (patches, {self.patch_width}), got {tuple(pixels.shape)}; "
                 "use the processor that belongs to this encoder"
             )
-        raw = None if self.pixel_dtype.is_floating_point else self.pixel_dtype
+        raw = self.own_pixel_dtype
+        if raw is not None and raw.is_floating_point:
+            raw = None
         if raw is None and not pixels.dtype.is_floating_point:
             raise InputError(
                 f"{pixels_key} is {pixels.dtype}; normalise the pixels to floating point first"

@@ -76,19 +76,11 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         self.device = projection.device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
+        self.own_pixel_dtype = _own_pixel_dtype(tower)
         self._by_parts: bool | None = None
 
     def _weight(self) -> torch.Tensor:
         return self.tower.patch_embed.proj.weight  # type: ignore[no-any-return]
-
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        """Raw where the tower normalises them (`mm_device_do_normalize`), else its own."""
-        norm = getattr(self.tower, "input_norm", None)
-        raw = getattr(norm, "input_dtype", None)
-        if getattr(norm, "is_identity", True) is False:  # 0.30 names no dtype
-            raw = torch.uint8
-        return raw if isinstance(raw, torch.dtype) else self.dtype
 
     def _table_side(self) -> int:
         return int(self.tower.num_grid_per_side)
@@ -351,6 +343,15 @@ class VllmQwen25Vision(VllmQwenVision):
             "max_seqlen_window": torch.tensor(max_seqlen[WINDOWS], dtype=torch.int32),
         }
         return (self.tower(inputs[PIXELS], None, encoder_metadata=metadata),)
+
+
+def _own_pixel_dtype(tower: Any) -> torch.dtype | None:
+    """Of raw pixels, where the tower normalises them (`mm_device_do_normalize`)."""
+    norm = getattr(tower, "input_norm", None)
+    raw = getattr(norm, "input_dtype", None)
+    if getattr(norm, "is_identity", True) is False:  # 0.30 names no dtype
+        raw = torch.uint8
+    return raw if isinstance(raw, torch.dtype) else None
 
 
 def _frame(item: ItemSpec) -> tuple[int, int]:
