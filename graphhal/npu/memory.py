@@ -48,10 +48,14 @@ def poison(index: int, pool: Any, stream: Any) -> None:
 
 
 def _free_sizes(index: int, pool: Any) -> list[int]:
-    """Bytes to ask for, so that the allocator hands out every free block of a pool."""
+    """Bytes to ask for, so that the allocator hands out every free block of a pool.
+
+    The snapshot is of all pools: torch_npu 2.13's of one pool takes a reference from each number
+    of the pool's id, which Python frees in the end while others use it.
+    """
     sizes: list[int] = []
-    for segment in npu.memory_snapshot(mempool_id=pool):
-        if segment["device"] != index:
+    for segment in npu.memory_snapshot():
+        if segment["device"] != index or segment["segment_pool_id"] != pool:
             continue
         for block in segment["blocks"]:
             left = int(block["size"]) if block["state"] == "inactive" else 0
