@@ -60,6 +60,9 @@ def test_raw_pixels_are_replayed(
     for one, other in zip(ours, eager, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
     assert manager.stats()["graph_hits"] == 3
+    if adapter == "own":  # the pass that blocks as a whole make is saved here, too
+        (graphs,) = manager._graphs()
+        assert graphs.adapter._by_parts is (tower == "qwen3_vl")
 
 
 @pytest.mark.parametrize("adapter", ["own", "protocol"])

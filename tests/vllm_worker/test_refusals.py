@@ -178,6 +178,18 @@ def test_one_encoder_that_cannot_be_served_is_said_and_counted_and_the_other_is_
     assert manager.stats()["graph_hits"] == 3 - count
 
 
+def test_a_tower_of_another_attention_goes_through_the_protocol(engine: Any) -> None:
+    import types
+
+    import vllm_on_cpu as on_cpu
+
+    model = on_cpu.qwen3_vl(engine)
+    model.visual.attn_backend = types.SimpleNamespace(name="FLEX_ATTENTION")
+    manager = on_cpu.make_manager(engine, model)
+    assert manager.stats()["encoders"] == ["Qwen3VLForConditionalGeneration"]
+    assert manager.refusal is None
+
+
 def test_a_model_whose_only_encoder_is_refused_counts_why(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
