@@ -16,6 +16,8 @@ StreamKey = tuple[int, int, int]
 
 SPARE = 1 / 16
 """Share of a pool's first piece beyond what the largest graph holds at once."""
+SCATTER = 0.02
+"""Share by which a graph's memory may differ from what the largest graph's tokens make expect."""
 _SMALL_BLOCK = 2**20  # the allocator serves requests above this from another list of blocks
 pools: "list[GraphPool]" = []
 """Every pool of this process. An empty one waits here for the next owner."""
@@ -64,6 +66,7 @@ class GraphPool:
         self.eager_fits = True
         self._mem: Any = None
         self._live: set[int] = set()
+        self._largest = (0, 0)
         self._epoch = 0
         self._warm = threading.local()
         self._streams: dict[StreamKey, torch.cuda.Stream] = {self.stream_key: self.stream}
@@ -151,33 +154,42 @@ class GraphPool:
             torch._C._cuda_releasePool(self.index, self.id)
 
     @contextlib.contextmanager
-    def room_for(self, num_bytes: int) -> Iterator[None]:
+    def room_for(self, num_bytes: int, tokens: int) -> Iterator[None]:
         """For one capture on the current stream: one free piece of what the graph holds at once,
         and `SPARE` more.
 
         Left to itself the allocator takes a piece for each large tensor, and they fit later ones
         badly: the graphs of vLLM's full-size vision tower took 1,708 MiB, with this 1,224
-        (`docs/benchmarks.md`). So the first graph, the largest, gets a new piece. Of it a smaller
-        graph gets the share that it needs, and the rest is held meanwhile: a piece with more room
-        is cut up otherwise, and could lack one tensor's room in the end (7,680 tokens after 8,192:
-        254 MiB more).
+        (`docs/benchmarks.md`). So the first graph, the largest, gets a new piece. Of it a graph
+        whose memory grows with its tokens gets the share that it needs, and the rest is held
+        meanwhile: the allocator cuts a piece with more room otherwise, and could lack one tensor's
+        room in the end (7,680 tokens after 8,192: 254 MiB more). Others get all of it: what they
+        take does not lie as the largest graph's does.
 
         Args:
             num_bytes: that the graph holds at once. A piece that is cut up as tightly as that can
                 lack one tensor's room, and the next piece is as large as that tensor (1,480 MiB
                 instead of 1,306 with a spare of 3 %).
+            tokens: of the graph.
         """
-        num_bytes += int(SPARE * num_bytes)
+        rest, held = 0, None
+        room = num_bytes + int(SPARE * num_bytes)
         if self.graphs == 0:
-            self._hold(num_bytes)  # and give back at once
-            held = None
-        else:
-            rest = max(self._free_sizes(), default=0) - num_bytes if self._mem is not None else 0
-            held = self._hold(rest) if rest > _SMALL_BLOCK else None
+            self._largest = num_bytes, tokens
+            self._hold(room)  # and give back at once
+        elif self._mem is not None and self._in_proportion(num_bytes, tokens):
+            rest = max(self._free_sizes(), default=0) - room
+        if rest > _SMALL_BLOCK:
+            held = self._hold(rest)
         try:
             yield
         finally:
             del held
+
+    def _in_proportion(self, num_bytes: int, tokens: int) -> bool:
+        most_bytes, most_tokens = self._largest
+        expected = most_bytes * tokens / max(1, most_tokens)
+        return abs(num_bytes - expected) <= SCATTER * expected
 
     def _hold(self, num_bytes: int) -> torch.Tensor | None:
         """Memory of the pool, on the current stream; None where it cannot be had, or not cut."""

@@ -138,7 +138,7 @@ def _capture_here(
     transient = max(0, torch.cuda.memory_reserved(pool.index) - before)
     _settle(pool)
     reserved, free = torch.cuda.memory_reserved(pool.index), torch.cuda.mem_get_info(pool.index)[0]
-    with pool.room_for(peak) if peak else contextlib.nullcontext():
+    with pool.room_for(peak, len(request.output)) if peak else contextlib.nullcontext():
         graph = _record(request, pool, error_mode)
     recording = Recording(graph, pool, transient)
     try:

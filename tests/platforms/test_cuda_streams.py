@@ -39,13 +39,13 @@ def fake(monkeypatch, cleans_up):
     return install(monkeypatch, cleans_up)
 
 
-def request_for(fake, forward=None, pool=None, size=8, warmups=2) -> CaptureRequest:
+def request_for(fake, forward=None, pool=None, size=8, warmups=2, tokens=4) -> CaptureRequest:
     return CaptureRequest(
         key=GraphKey("toy", "image", size),
         forward=forward or (lambda: fake.work("forward")),
         inputs={},
         packed=torch.zeros(16, dtype=torch.uint8),
-        output=torch.zeros(4, 2),
+        output=torch.zeros(tokens, 2),
         boundaries={"cu_seqlens": Boundaries((4,))},
         warmups=warmups,
         pool=pool,
@@ -128,34 +128,45 @@ def test_a_pool_begins_with_one_piece_for_what_the_last_warm_up_held(fake):
     assert reserved(fake) == ["forward", "forward", "begin thread_local", "forward"]
 
 
-def test_a_smaller_graph_gets_its_share_of_the_piece_and_the_rest_is_held_meanwhile(fake):
+def of_two_graphs(fake, free: list[int], peaks: tuple[int, int], tokens: tuple[int, int]):
+    """What the second of two graphs holds while it is captured, MiB: peaks in MiB, and free pieces
+    after the first."""
     mib = 2**20
-    first = captured(fake, forward=peaking(fake, [0, 160 * mib, 0]))
+
+    def one(number: int, **options: Any) -> CapturedGraph:
+        forward = peaking(fake, [0, peaks[number] * mib, 0])
+        return captured(fake, forward=forward, tokens=tokens[number], **options)
+
+    first = one(0)
     pool = first.pool
-    fake.free[pool.id] = [
-        ("large", 170 * mib, pool.stream.cuda_stream),
-        ("large", 20 * mib, pool.stream.cuda_stream),
-        ("large", 900 * mib, 17),
-    ]
+    fake.free[pool.id] = [("large", size * mib, pool.stream.cuda_stream) for size in free]
+    fake.free[pool.id].append(("large", 900 * mib, 17))
     fake.log.clear()
-    captured(fake, pool=pool, forward=peaking(fake, [0, 80 * mib, 0]))
-    stream = pool.stream.stream_id
-    assert [line for line in reserved(fake) if "bytes=" in line] == [
-        f"empty pool=True stream={stream} bytes={85 * mib}"
-    ]
-    at = [line.split()[0] for line in reserved(fake)]
-    assert at == ["forward", "forward", "empty", "begin", "forward"]
+    one(1, pool=pool)
     assert not fake.routing
+    lines = reserved(fake)
+    assert [line.split()[0] for line in lines if "bytes=" not in line][-2:] == ["begin", "forward"]
+    held = [line for line in lines if "bytes=" in line]
+    assert all(line.startswith(f"empty pool=True stream={pool.stream.stream_id} ") for line in held)
+    assert not held or lines.index(held[0]) == len(lines) - 3
+    return [int(line.rpartition("=")[2]) / mib for line in held]
 
 
-@pytest.mark.parametrize("peak", [160, 300])  # all of it, or more
-def test_a_graph_that_needs_the_piece_gets_it_whole(fake, peak):
-    mib = 2**20
-    first = captured(fake, forward=peaking(fake, [0, 160 * mib, 0]))
-    fake.free[first.pool.id] = [("large", 170 * mib, first.pool.stream.cuda_stream)]
-    fake.log.clear()
-    captured(fake, pool=first.pool, forward=peaking(fake, [0, peak * mib, 0]))
-    assert [line for line in reserved(fake) if "bytes=" in line] == []
+def test_a_smaller_graph_gets_its_share_of_the_piece_and_the_rest_is_held_meanwhile(fake):
+    assert of_two_graphs(fake, [180, 20], peaks=(160, 80), tokens=(64, 32)) == [95]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "tokens"),
+    [
+        ((160, 160), (64, 64)),  # needs all of it
+        ((160, 300), (64, 120)),  # and more
+        ((160, 150), (64, 32)),  # its memory does not grow with its tokens
+        ((160, 20), (64, 32)),
+    ],
+)
+def test_a_graph_that_needs_the_piece_or_lies_otherwise_in_it_gets_it_whole(fake, peaks, tokens):
+    assert of_two_graphs(fake, [170], peaks, tokens) == []
 
 
 def test_without_a_warm_up_nothing_is_reserved(fake):
