@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BoundaryOrder = Literal["before", "after"]
 StepKind = Literal["replay", "eager", "reference"]
 """`eager` may use the graphs' memory; `reference` is an eager call at start-up, whose memory is
-given back afterwards and must not grow the pool."""
+given back afterwards and must not grow the pool. Start-up also replays within a reference."""
 
 
 class VarlenAttention(Protocol):

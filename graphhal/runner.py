@@ -320,7 +320,8 @@ class EncoderGraphs:
         if self.settings.policy is Policy.MEASURED:
             self._measure()
         if self.adapter.device.type != "cpu":
-            with suppress(RuntimeError):  # where it waits for the device, and that fails
+            # Where it waits for the device, and that fails or never ends.
+            with suppress(RuntimeError, CaptureError), self._graphs.reference_step({"": output}):
                 torch.accelerator.empty_cache()  # what references took is the host's again
 
     def _decides(self, ladder: Sequence[Capacity]) -> dict[str, Any]:

@@ -219,7 +219,8 @@ def _compare(
             execution.eager(request, items, starts, reference, "reference")
             eager[key] = reference.filled()
         graphs.poison(entry)
-        execution.replay(request, execution.prepare(entry, items, starts), group)
+        with graphs.reference_step(entry.graph.request.inputs):  # whose end waits, not for ever
+            execution.replay(request, execution.prepare(entry, items, starts), group)
         with graphs.reference_step(entry.graph.request.inputs):
             found = Difference.between(group.filled(), eager[key])
     except OuterCaptureError:

@@ -107,19 +107,26 @@ def _cause(error: BaseException) -> tuple[type[CaptureError], str]:
     return CaptureError, first_line if isinstance(error, GraphhalError) else f"{name}: {first_line}"
 
 
-def wait_for(event: Any, what: str, seconds: float | None = None) -> None:
-    """Wait on the host until the device reached the event; start-up and release only.
+def reached(waited: Any) -> bool:
+    """Whether the device got there; a failed device never does."""
+    try:
+        return bool(waited.query())
+    except RuntimeError:
+        return False
+
+
+def wait_for(waited: Any, what: str) -> None:
+    """Wait on the host until the device got there; start-up and release only.
 
     Raises:
-        CaptureError: it did not within `seconds` (by default `WAIT_SECONDS`).
+        CaptureError: it did not within `WAIT_SECONDS`.
     """
-    limit = WAIT_SECONDS if seconds is None else seconds
-    deadline, pause = monotonic() + limit, 5e-5
-    while not event.query():
-        if monotonic() > deadline:
+    started = monotonic()
+    while not waited.query():
+        elapsed = monotonic() - started
+        if elapsed > WAIT_SECONDS:
             raise CaptureError(
-                f"{what}: the device did not finish within {limit:g} s; it waits for something "
-                "that never comes, or another process holds it"
+                f"{what}: the device did not finish within {WAIT_SECONDS:g} s; it waits for "
+                "something that never comes, or another process holds it"
             )
-        sleep(pause)
-        pause = min(2 * pause, 5e-3)
+        sleep(min(max(elapsed / 50, 5e-5), 5e-3))  # also where it is timed: 2 % too late at most

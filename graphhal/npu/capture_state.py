@@ -9,7 +9,7 @@ import torch
 import torch_npu
 from torch_npu import npu
 
-from graphhal.npu.task_update import Lane
+from graphhal.npu.lane import Lane
 
 OPTIONS = ("jitCompile", "ALLOW_INTERNAL_FORMAT")
 """Off during capture: convolutions can be captured through ACLNN only, in plain formats only."""
@@ -35,7 +35,8 @@ def put_back(lane: Lane) -> Iterator[None]:
             npu.set_stream(caller)
             if collecting:
                 gc.enable()
-            lane.hand_back(caller)
+            if not lane.hangs:
+                lane.hand_back(caller)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Capture, replay and release on Ascend.
 
-Everything runs on the two streams of `task_update.Lane`; that file holds the facts about their
+Everything runs on the two streams of `lane.Lane`; `task_update` holds the facts about their
 order. Facts about torch_npu that shape this one:
 
 - `torch.npu.graph` does not restore the current stream and the dispatch modes where ending the
@@ -9,7 +9,6 @@ order. Facts about torch_npu that shape this one:
   captures and replays launch directly (`capture_state.direct_launches`).
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -18,21 +17,16 @@ import torch
 from torch_npu import npu
 
 from graphhal.boundaries import Boundaries
-from graphhal.errors import CaptureError, ReplayError
-from graphhal.npu.acl_errors import (
-    capture_error,
-    replay_error,
-    wait_for,
-)
+from graphhal.errors import ReplayError
+from graphhal.npu.acl_errors import capture_error, replay_error
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
+from graphhal.npu.lane import Lane
 from graphhal.npu.memory import poison, settled_bytes
 from graphhal.npu.recording import Recording, discard, free_finished
 from graphhal.npu.step_scope import eager_scope, replay_scope
-from graphhal.npu.task_update import TASK_UPDATE, Lane, TaskUpdates, lane_of
+from graphhal.npu.task_update import TASK_UPDATE, TaskUpdates, lane_of
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, StepKind, StepScope
-
-log = logging.getLogger(__name__)
 
 
 def capture(request: CaptureRequest) -> CapturedGraph:
@@ -46,10 +40,12 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     with TASK_UPDATE:
         free_finished()
         lane = lane_of(request.device)
+        lane.refuse(what)
         try:
             with direct_launches(), put_back(lane), capture_options(), npu.stream(lane.replay):
                 return _capture(request, lane, what)
         except Exception as error:
+            lane.hold(request)
             raise capture_error(error, what) from error
 
 
@@ -73,17 +69,18 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
             graph.capture_end()
         discard(graph)
         raise
+    recording = Recording(graph, lane, TaskUpdates(lane, serving.tasks or ()))
     try:
         npu.set_stream(lane.replay)
         graph.capture_end()
-        lane.settle(what)
+        recording.try_out(request.boundaries)
+        lane.settle(f"{what}: first replay")
     except BaseException:
-        discard(graph)
+        recording.free(what)
         raise
-    updates = TaskUpdates(lane, serving.tasks or ())
     added = max(0, settled_bytes(lane.index) - before)
     fill = partial(poison, lane.index, graph.pool(), lane.replay)
-    return CapturedGraph(request, Recording(graph, lane, updates), graph.pool(), added, fill)
+    return CapturedGraph(request, recording, graph.pool(), added, fill)
 
 
 def _recording(graph: CapturedGraph) -> Recording:
@@ -163,15 +160,13 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
 
     A graph that the device does not finish is kept until it does rather than freed under it.
     """
+    lanes = set()
     for graph in graphs:
         recording, graph.handle, graph.poison = graph.handle, None, None
-        if recording is None:
-            continue
-        try:
-            wait_for(recording.updates, f"{graph.key}: release")
-            recording.graph.reset()
-        except (RuntimeError, CaptureError) as error:
-            log.warning("%s is not freed yet: %s", graph.key, error)
-            recording.keep()
-    with suppress(RuntimeError):
-        npu.empty_cache()
+        if recording is not None:
+            recording.free(f"{graph.key}: release")
+            recording.lane.hold(graph.request)
+            lanes.add(recording.lane)
+    if lanes and not any(lane.hangs for lane in lanes):  # giving memory back waits for the device
+        with suppress(RuntimeError):
+            npu.empty_cache()

@@ -10,12 +10,16 @@ import torch_npu
 from torch_npu import npu
 
 from graphhal.errors import CaptureError, ResourceExhaustedError
+from graphhal.npu.capture_state import put_back
+from graphhal.npu.task_update import lane_of
 from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile
 
 PADDING = 32
 """Bytes that torch_npu's allocator adds to every request before it rounds up."""
 SMALL_BLOCK = 2**20
 """Larger requests are served from other segments than smaller ones."""
+
+WHAT = "memory profile"
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +71,20 @@ def _free_sizes(index: int, pool: Any) -> list[int]:
 
 
 def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
-    """Settled and transient bytes of capturing these requests in this order; keeps nothing."""
+    """Settled and transient bytes of capturing these requests in this order; keeps nothing.
+
+    Raises:
+        CaptureError: the device hangs, so that nothing can be measured.
+    """
     from graphhal.npu.graph import capture, release
 
     captured: list[CapturedGraph] = []
     pool: Any = None
     given = (request.device.index for request in requests if request.device.index is not None)
     index = next(given, npu.current_device())
+    lane = lane_of(torch.device("npu", index))
+    with put_back(lane):
+        lane.settle(WHAT)
     before = settled_bytes(index)
     npu.reset_peak_memory_stats(index)
     reserved = npu.memory_reserved(index)
@@ -88,6 +99,7 @@ def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
                 log.info("memory profile leaves out %s: %s", request.key, error)
                 continue
             pool = captured[-1].pool
+        lane.refuse(WHAT)
         settled = max(0, settled_bytes(index) - before)
         peak = int(npu.max_memory_reserved(index)) - reserved
         per_graph = {graph.key: graph.num_bytes for graph in captured}

@@ -1,11 +1,18 @@
 """A captured graph of torch_npu, which is freed only when the device is done with it."""
 
+import logging
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from graphhal.npu.task_update import Lane, TaskUpdates
+from graphhal.boundaries import Boundaries
+from graphhal.errors import CaptureError
+from graphhal.npu.lane import Lane
+from graphhal.npu.task_update import TaskUpdates
+
+log = logging.getLogger(__name__)
 
 _kept: list[tuple[Any, TaskUpdates]] = []
 
@@ -17,6 +24,22 @@ class Recording:
     graph: Any
     lane: Lane
     updates: TaskUpdates
+
+    def try_out(self, boundaries: Mapping[str, Boundaries]) -> None:
+        """Queue a first replay, with the boundaries of the capture."""
+        names = {task.boundary_set for task in self.updates.tasks}
+        self.updates.queue({name: boundaries[name].actual_seq_lengths for name in names})
+        self.graph.replay()
+        self.updates.replayed()
+
+    def free(self, what: str) -> None:
+        """Free the graph; one that the device does not finish in time is kept until it does."""
+        try:
+            self.lane.wait_for(self.updates, what)
+            self.graph.reset()
+        except (RuntimeError, CaptureError) as error:
+            log.warning("%s: the graph is not freed yet: %s", what, error)
+            self.keep()
 
     def keep(self) -> None:
         """Hold the graph until the device is done with it."""

@@ -1,39 +1,45 @@
 """Where one replay or eager call is queued, and what becomes of its failures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 
 import torch
 from torch_npu import npu
 
+from graphhal.errors import CaptureError, GraphhalError, ReplayError
 from graphhal.npu.acl_errors import capture_error, is_runtime_error, replay_error
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import direct_launches
-from graphhal.npu.task_update import TASK_UPDATE, Lane, lane_of
+from graphhal.npu.lane import HANGS, Lane
+from graphhal.npu.task_update import TASK_UPDATE, lane_of
+from graphhal.platform import StepKind
+
+REFERENCE = "eager reference"
+_ERRORS: dict[StepKind, type[GraphhalError]] = {"replay": ReplayError, "reference": CaptureError}
 
 
 class StepOnLane:
     """The replay stream, from where the caller's stream is; the caller goes on where it ends.
 
+    Kernels of a replay or a reference are launched directly, so that a failure raises within the
+    scope, as a typed error; eager calls keep torch_npu's queue. A reference begins and ends with
+    the device done, so that nothing that is read within it, or after it, waits for ever. Where the
+    lane hangs, eager calls run on the caller's stream, the others are refused.
+
     Args:
         lane: of the device.
         serving: the forward that runs.
-        typed: makes a typed error of one of the runtime's; kernels are then launched directly, so
-            that a failure raises within the scope. None for eager calls, which keep torch_npu's
-            queue.
+        kind: of the step.
+        what: the step is, in words.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        serving: Serving,
-        typed: Callable[[BaseException], Exception] | None = None,
-    ) -> None:
+    def __init__(self, lane: Lane, serving: Serving, kind: StepKind, what: str) -> None:
         self._lane = lane
-        self._error = typed
+        self._kind = kind
+        self._what = what
         self._serving = serving
+        self._made: list[torch.Tensor] = []
         self._exit = ExitStack()
 
     def __enter__(self) -> "StepOnLane":
@@ -41,16 +47,37 @@ class StepOnLane:
         with ExitStack() as entered:
             entered.enter_context(TASK_UPDATE)
             entered.enter_context(npu.device(lane.index))
-            if self._error is not None:
-                entered.enter_context(direct_launches())
-            entered.push(self._typed)
-            self._caller = npu.current_stream()
-            lane.hand_in(self._caller)
-            entered.callback(lane.hand_back, self._caller)
-            entered.enter_context(npu.stream(lane.replay))
+            if not lane.hangs:
+                self._enter_lane(entered)
+            elif self._kind == "eager":
+                self._caller = npu.current_stream()
+            else:
+                raise _ERRORS[self._kind](f"{self._what}: {HANGS}")
             entered.enter_context(serve(self._serving))
             self._exit = entered.pop_all()
         return self
+
+    def _enter_lane(self, entered: ExitStack) -> None:
+        lane = self._lane
+        if self._kind != "eager":
+            entered.enter_context(direct_launches())
+            entered.push(self._typed)
+        self._caller = npu.current_stream()
+        lane.hand_in(self._caller)
+        entered.callback(self._leave_lane)
+        entered.enter_context(npu.stream(lane.replay))
+        if self._kind == "reference":
+            lane.settle(self._what)
+
+    def _leave_lane(self) -> None:
+        lane = self._lane
+        try:
+            if self._kind == "reference" and not lane.hangs:
+                lane.settle(self._what)
+        finally:
+            if not lane.hangs:
+                lane.hand_back(self._caller)
+            lane.hold(self._serving, self._made)
 
     def __exit__(
         self,
@@ -67,13 +94,16 @@ class StepOnLane:
         trace: TracebackType | None,
     ) -> None:
         """A failure of the runtime, whichever call it hit, becomes a typed one."""
-        if self._error is not None and error is not None and is_runtime_error(error):
-            raise self._error(error) from error
+        if error is not None and is_runtime_error(error):
+            typed = replay_error if self._kind == "replay" else capture_error
+            raise typed(error, self._what) from error
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory of the caller's stream, outside every pool."""
         with npu.stream(self._caller):
-            return torch.empty(tuple(shape), dtype=dtype, device=f"npu:{self._lane.index}")
+            made = torch.empty(tuple(shape), dtype=dtype, device=f"npu:{self._lane.index}")
+        self._made.append(made)
+        return made
 
 
 class StepOnCurrentStream:
@@ -103,9 +133,7 @@ class StepOnCurrentStream:
 
 def replay_scope(lane: Lane, what: str, serving: Serving) -> StepOnLane | None:
     """Scope of a replay; None within an outer capture."""
-    if _is_captured(lane.index):
-        return None
-    return StepOnLane(lane, serving, partial(replay_error, what=what))
+    return None if _is_captured(lane.index) else StepOnLane(lane, serving, "replay", what)
 
 
 def eager_scope(serving: Serving, is_reference: bool) -> StepOnLane | StepOnCurrentStream:
@@ -119,13 +147,13 @@ def eager_scope(serving: Serving, is_reference: bool) -> StepOnLane | StepOnCurr
         device = torch.device("npu", npu.current_device())
     if _is_captured(device.index):
         return StepOnCurrentStream(device, serving)
-    typed = partial(capture_error, what="eager reference") if is_reference else None
     try:
-        return StepOnLane(lane_of(device), serving, typed)
+        lane = lane_of(device)
     except RuntimeError as error:
-        if typed is not None:
-            raise typed(error) from error
+        if is_reference:
+            raise capture_error(error, REFERENCE) from error
         return StepOnCurrentStream(device, serving)
+    return StepOnLane(lane, serving, "reference" if is_reference else "eager", REFERENCE)
 
 
 def _is_captured(index: int) -> bool:

@@ -33,50 +33,12 @@ from typing import Any
 import torch
 from torch_npu import npu
 
-from graphhal.npu.acl_errors import wait_for
+from graphhal.npu.acl_errors import reached
 from graphhal.npu.attention import AttentionTask
+from graphhal.npu.lane import Lane
 
 TASK_UPDATE = threading.RLock()
 """Held around every capture, step and update of this process; hold it around foreign updates."""
-
-
-class Lane:
-    """The two streams of a device on which all graphs of this process are captured and run.
-
-    Attributes:
-        index: of the device.
-        replay: warm-up, capture, replays and eager calls.
-        update: rewrites attention tasks, nothing else.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        with npu.device(index):
-            self.replay = npu.Stream()
-            self.update = npu.Stream()
-            self.handed_in = npu.Event()
-            self.handed_back = npu.Event()
-
-    def hand_in(self, caller: Any) -> None:
-        """The replay stream goes on where the caller's stream is."""
-        self.handed_in.record(caller)
-        self.replay.wait_event(self.handed_in)
-
-    def hand_back(self, caller: Any) -> None:
-        """The caller's stream goes on where the replay stream is."""
-        self.handed_back.record(self.replay)
-        caller.wait_event(self.handed_back)
-
-    def settle(self, what: str) -> None:
-        """Wait, not for ever, until the replay stream is done, and hear of every failed launch.
-
-        Raises:
-            CaptureError: the device does not get there.
-        """
-        done = npu.Event()
-        done.record(self.replay)
-        wait_for(done, what)
-        self.replay.synchronize()
 
 
 @cache
@@ -153,7 +115,4 @@ class TaskUpdates:
 
     def is_done(self) -> bool:
         """As `query`; a failed device never is."""
-        try:
-            return self.query()
-        except RuntimeError:
-            return False
+        return reached(self)

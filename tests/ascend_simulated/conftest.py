@@ -13,6 +13,7 @@ if not AVAILABLE:
     # `test_tier.py` stays and says why the others do not run.
     collect_ignore = [
         "test_failures.py",
+        "test_hangs.py",
         "test_replay_order.py",
         "test_simulator.py",
         "test_towers.py",

@@ -201,3 +201,11 @@ def assert_equal(
         assert ours.shape == reference.shape
         found = Difference.between(ours.cpu(), reference)
         assert found.relative_l2 <= TOLERANCE[dtype], f"item {index}: {found}"
+
+
+def serves(tower: Twins, count: int = 3) -> None:
+    """A few random requests equal the CPU."""
+    chooser = random.Random(13)
+    for _ in range(count):
+        request = random_request(tower.graphs.adapter, chooser)
+        assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import random
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphhal.boundaries import Boundaries
 from graphhal.errors import (
     CaptureError,
     HostReadError,
@@ -23,11 +21,11 @@ from graphhal.errors import (
     UnsupportedOperationError,
 )
 from graphhal.npu import acl_errors, plugin
-from graphhal.plan import GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, Platform, Unavailable
 from graphhal.runner import EncoderGraphs
 from tests.ascend_simulated import simulator
-from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
+from tests.ascend_simulated.direct_request import a_request
+from tests.ascend_simulated.encoders import Twins, assert_equal, serves, twins
 from tests.toy_encoder import images
 
 REQUEST = images(2, 3)
@@ -39,13 +37,6 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     simulator.arm()
     torch.npu.synchronize()
-
-
-def serves(tower: Twins, count: int = 3) -> None:
-    chooser = random.Random(13)
-    for _ in range(count):
-        request = random_request(tower.graphs.adapter, chooser)
-        assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
 
 
 def calls_of(action: Callable[[], Any]) -> dict[str, int]:
@@ -195,25 +186,6 @@ def test_free_memory_that_cannot_be_read_costs_graphs_alone(platform: Platform) 
     assert not tower.graphs.capture().dropped
     serves(tower)
     tower.graphs.clear()
-
-
-def a_request(
-    device: torch.device, forward: Callable[[torch.Tensor, torch.Tensor], Any]
-) -> CaptureRequest:
-    x = torch.zeros(8, 2, device=device)
-    out = torch.zeros(8, 2, device=device)
-    packed = torch.zeros(16, dtype=torch.uint8, device=device)
-    return CaptureRequest(
-        key=GraphKey("direct", "image", 8),
-        forward=lambda: forward(x, out),
-        inputs={"x": x, "cu_seqlens": packed[:8].view(torch.int32)},
-        packed=packed,
-        output=out,
-        boundaries={"cu_seqlens": Boundaries((8,))},
-        warmups=1,
-        pool=None,
-        device=device,
-    )
 
 
 def _item(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -418,24 +390,6 @@ def test_probe_refuses_310_series_and_a_runtime_without_value_flags(
         found = plugin.graphhal_probe()
     assert isinstance(found, Unavailable)
     assert "lacks aclrtValueWait" in found.reason
-
-
-def test_a_hanging_device_is_given_up_after_a_bounded_wait(
-    platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(acl_errors, "WAIT_SECONDS", 0.3)
-    never = torch.npu.ExternalEvent()
-
-    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
-        if not torch.npu.is_current_stream_capturing():
-            never.wait(torch.npu.current_stream())
-        out.copy_(x)
-
-    with pytest.raises(CaptureError, match=r"did not finish within 0.3 s"):
-        platform.capture(a_request(device, forward))
-    side = torch.npu.Stream()
-    never.record(side)
-    torch.npu.synchronize()
 
 
 def test_release_is_safe_twice_and_after_the_graph_is_gone(

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from graphhal.errors import (
 from graphhal.npu import plugin
 from graphhal.platform import Unavailable
 
-MODULES = ("acl_errors", "fused_attention", "attention", "task_update")
+MODULES = ("acl_errors", "fused_attention", "attention", "lane", "task_update")
 
 
 class Npu:
@@ -193,10 +194,60 @@ def test_code_that_was_called_wrongly_is_no_error_of_the_runtime(npu: Npu) -> No
     assert errors.is_runtime_error(torch.OutOfMemoryError("no"))
 
 
-def test_waits_are_bounded(npu: Npu) -> None:
-    errors = load("acl_errors")
+class Waited:
+    """What a wait is for: an event, or updates."""
+
+    over = fails = False
+
+    def query(self) -> bool:
+        if self.fails:
+            raise RuntimeError("NPU function error, error code is 507011")
+        return self.over
+
+
+def a_lane(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load("lane")
+    monkeypatch.setattr(load("acl_errors"), "WAIT_SECONDS", 0.01)
+    return module.Lane(0)
+
+
+def test_waits_are_bounded_and_a_lane_that_was_given_up_refuses_until_it_goes_on(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, waited = a_lane(monkeypatch), Waited()
+    lane.refuse("capture")
+    assert not lane.hangs
     with pytest.raises(CaptureError, match=r"^warm-up: the device did not finish within 0.01 s"):
-        errors.wait_for(npu.Event(), "warm-up", 0.01)
+        lane.wait_for(waited, "warm-up")
+    assert lane.hangs
+    for later in (lambda: lane.wait_for(waited, "capture"), lambda: lane.settle("capture")):
+        npu.log.clear()
+        with pytest.raises(CaptureError, match=r"^capture: work that was queued before never ends"):
+            later()
+        assert npu.log == []
+    waited.fails = True
+    assert lane.hangs
+    waited.fails, waited.over = False, True
+    assert not lane.hangs
+    lane.wait_for(waited, "capture")
+
+
+def test_what_a_lane_reads_or_writes_is_held_for_as_long_as_it_hangs(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, waited = a_lane(monkeypatch), Waited()
+    read = torch.zeros(2)
+    gone = weakref.ref(read)
+    lane.hold(read)
+    with pytest.raises(CaptureError):
+        lane.wait_for(waited, "warm-up")
+    lane.hold(read)
+    del read
+    assert lane.hangs
+    assert gone() is not None
+    waited.over = True
+    assert not lane.hangs
+    assert gone() is None
 
 
 def an_update(npu: Npu, *sets: str) -> Any:
