@@ -179,6 +179,45 @@ def requests(args: argparse.Namespace) -> list[dict[str, Any]]:
 # The engine.
 
 
+def set_environment(args: argparse.Namespace) -> None:
+    """Of this process, before it imports vLLM: offline, in one process, one of the runners."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+        TOKENIZERS_PARALLELISM="false", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0",
+        VLLM_PLUGINS="graphhal" if args.serve == "graphhal" else "",
+        VLLM_USE_V2_MODEL_RUNNER="1" if args.runner == "v2" else "0",
+    )  # fmt: skip
+
+
+def model_folder(out: Path, arch: str) -> str:
+    """The folder of this model within `out`, made where it is not there."""
+    folder = out / f"model_{arch}"
+    if not (folder / "config.json").exists():
+        command = [sys.executable, str(HERE / "vllm_model_folder.py"), str(folder), "--arch", arch]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return str(folder)
+
+
+def rendered(llm: Any, args: argparse.Namespace) -> list[Any]:
+    """`requests`, tokenised and processed where this release has a name for that."""
+    render = getattr(llm, "_preprocess_cmpl_one", None)
+    prompts = requests(args)
+    return prompts if render is None else [render(prompt) for prompt in prompts]
+
+
+def forget_items(llm: Any) -> None:
+    """Empty the caches that would answer an item that comes again."""
+    for reset in ("reset_encoder_cache", "reset_mm_cache"):
+        getattr(llm.llm_engine, reset)()
+
+
+def shut_down(llm: Any) -> None:
+    core = getattr(llm.llm_engine, "engine_core", None)
+    if hasattr(core, "shutdown"):
+        core.shutdown()
+
+
 def start(args: argparse.Namespace, **more: Any) -> Any:
     from vllm import LLM
 
@@ -251,27 +290,17 @@ def row_of(number: int, output: Any) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.update(
-        HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-        TOKENIZERS_PARALLELISM="false", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0",
-        VLLM_PLUGINS="graphhal" if args.serve == "graphhal" else "",
-        VLLM_USE_V2_MODEL_RUNNER="1" if args.runner == "v2" else "0",
-    )  # fmt: skip
+    set_environment(args)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     started = time.perf_counter()
     llm = start(args)
     seconds = time.perf_counter() - started
     llm.collective_rpc(refill)
-    prompts = requests(args)
-    render = getattr(llm, "_preprocess_cmpl_one", None)
-    if render is not None:
-        prompts = [render(prompt) for prompt in prompts]
+    prompts = rendered(llm, args)
     result: dict[str, Any] = {"args": vars(args), "start_s": seconds, "served": {}}
     for concurrency in (int(c) for c in args.concurrency.split(",")):
         serve(llm, prompts[: max(4, concurrency)], concurrency, args.max_tokens)
-        for reset in ("reset_encoder_cache", "reset_mm_cache"):
-            getattr(llm.llm_engine, reset)()
+        forget_items(llm)
         before = llm.collective_rpc(encoder_of)[0].get("stats", {})
         rows = serve(llm, prompts, concurrency, args.max_tokens)
         after = llm.collective_rpc(encoder_of)[0].get("stats", {})
@@ -283,14 +312,11 @@ def run(args: argparse.Namespace) -> int:
             "misses": after.get("graph_misses", 0) - before.get("graph_misses", 0),
             "reasons": new_misses(before.get("misses", {}), after.get("misses", {})),
         }
-        for reset in ("reset_encoder_cache", "reset_mm_cache"):
-            getattr(llm.llm_engine, reset)()
+        forget_items(llm)
     result["encoder"] = llm.collective_rpc(encoder_of)[0]
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     Path(args.out).write_text(json.dumps(result, default=str))
-    core = getattr(llm.llm_engine, "engine_core", None)
-    if hasattr(core, "shutdown"):
-        core.shutdown()
+    shut_down(llm)
     return 0
 
 
@@ -334,12 +360,7 @@ def suite(args: argparse.Namespace) -> int:
         arch, runner, contestants, inputs = STEPS[step]
         wanted = args.contestants.split(",") if args.contestants else contestants
         contestants = tuple(name for name in contestants if name in wanted)
-        model = out / f"model_{arch}"
-        if not (model / "config.json").exists():
-            subprocess.run(
-                [sys.executable, str(HERE / "vllm_model_folder.py"), str(model), "--arch", arch],
-                check=True, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+        model = model_folder(out, arch)
         results = {}
         for contestant in contestants:
             file = out / f"{step}_{contestant}.json"

@@ -12,7 +12,6 @@ ends with 0 only if every line is right.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -99,8 +98,7 @@ class Life:
 
     def encode(self) -> tuple[list[list[int]], int, dict[str, int]]:
         """Tokens of the photographs, hits, misses by reason."""
-        for reset in ("reset_encoder_cache", "reset_mm_cache"):
-            getattr(self.llm.llm_engine, reset)()
+        engine.forget_items(self.llm)
         before = self.worker(engine.encoder_of)["stats"]
         rows = engine.serve(self.llm, self.prompts, 1, self.args.max_tokens)
         after = self.worker(engine.encoder_of)["stats"]
@@ -131,18 +129,9 @@ class Life:
 def run(args: argparse.Namespace) -> int:
     folder = Path(args.out)
     metrics = tempfile.mkdtemp()
-    os.environ.update(
-        HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-        TOKENIZERS_PARALLELISM="false", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0", VLLM_PLUGINS="graphhal",
-        VLLM_USE_V2_MODEL_RUNNER="1" if args.runner == "v2" else "0",
-        PROMETHEUS_MULTIPROC_DIR=metrics,
-    )  # fmt: skip
-    args.model = str(folder / "model_qwen3_vl")
-    if not (Path(args.model) / "config.json").exists():
-        maker = Path(__file__).with_name("vllm_model_folder.py")
-        command = [sys.executable, str(maker), args.model, "--arch", "qwen3_vl"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    engine.set_environment(args)
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics
+    args.model = engine.model_folder(folder, "qwen3_vl")
     stats_file = folder / "stats-{pid}.json"
     args.options = json.dumps({"stats_file": str(stats_file), "log_seconds": 5})
     life = Life(args)
@@ -168,9 +157,7 @@ def run(args: argparse.Namespace) -> int:
     time.sleep(5)  # a thread publishes every two seconds
     life.note("metrics", *published(metrics))
 
-    core = getattr(life.llm.llm_engine, "engine_core", None)
-    if hasattr(core, "shutdown"):
-        core.shutdown()
+    engine.shut_down(life.llm)
     dumped = [p for p in folder.glob("stats-*.json") if json.loads(p.read_text())]
     life.note("JSON at shutdown", bool(dumped), f"{len(dumped)} file")
     return int(life.failed)

@@ -11,9 +11,7 @@ equal but for near ties.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -103,8 +101,7 @@ def in_turns(
             name = names[(number + turn) % len(names)]
             llm.collective_rpc(choose, args=(name,))
             rows[name].append(engine.serve(llm, wave, len(wave), max_tokens))
-            for reset in ("reset_encoder_cache", "reset_mm_cache"):
-                getattr(llm.llm_engine, reset)()
+            engine.forget_items(llm)
     return rows
 
 
@@ -114,29 +111,17 @@ def medians(waves: list[list[dict[str, Any]]]) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.update(
-        HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
-        TOKENIZERS_PARALLELISM="false", VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0", VLLM_PLUGINS="graphhal",
-        VLLM_USE_V2_MODEL_RUNNER="1" if args.runner == "v2" else "0",
-    )  # fmt: skip
+    engine.set_environment(args)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     arch, args.audios = MODELS[args.model]
-    args.model = str(out / f"model_{arch}")
-    if not (Path(args.model) / "config.json").exists():
-        maker = engine.HERE / "vllm_model_folder.py"
-        command = [sys.executable, str(maker), args.model, "--arch", arch]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    args.model = engine.model_folder(out, arch)
     began = time.perf_counter()
     llm = engine.start(args)
     start_seconds = time.perf_counter() - began
     llm.collective_rpc(engine.refill)
     names = llm.collective_rpc(prepare)[0]
-    prompts = engine.requests(args)
-    render = getattr(llm, "_preprocess_cmpl_one", None)
-    if render is not None:
-        prompts = [render(prompt) for prompt in prompts]
+    prompts = engine.rendered(llm, args)
     result: dict[str, Any] = {"args": vars(args), "start_s": start_seconds, "served": {}}
     stats = llm.collective_rpc(engine.encoder_of)[0]["stats"]
     print(
@@ -173,9 +158,7 @@ def run(args: argparse.Namespace) -> int:
             )
     print("\n".join(lines), flush=True)
     (out / f"paired_{arch}_{args.runner}.json").write_text(json.dumps(result, default=str))
-    core = getattr(llm.llm_engine, "engine_core", None)
-    if hasattr(core, "shutdown"):
-        core.shutdown()
+    engine.shut_down(llm)
     return 1 if unexplained else 0
 
 

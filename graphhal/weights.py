@@ -145,14 +145,10 @@ class WeightWatch:
     def _of_other_classes(self) -> bool:
         return list(map(type, self._modules)) != self._classes
 
-    def moved_lately(self) -> bool:
-        """As `moved`, cheap enough for every request: a window in turn; all of them after a pause,
-        from time to time, and where any module was given something new, or a hook."""
-        return self.unsafe_to_launch() or self.outdated()
-
     def unsafe_to_launch(self) -> bool:
-        """The first half of `moved_lately`, for before a launch: memory that a graph reads may be
-        gone."""
+        """Before a launch: whether memory that the graph reads may be gone. Cheap enough for every
+        request: a window in turn; all of them after a pause, from time to time, and where any
+        module was given something new, or a hook."""
         now = monotonic()
         pause, self._asked_at = now - self._asked_at, now
         if self._changes != _changes():
@@ -170,8 +166,9 @@ class WeightWatch:
         return self._looked_at.moved_memory()
 
     def outdated(self) -> bool:
-        """The second half, for after it, while the device computes: what was replaced is held here,
-        so a launch could read it, but its output is not to be returned."""
+        """After it, while the device computes: the rest of `moved`, for what was looked at before.
+        What was replaced is held here, so a launch could read it, but its output is not to be
+        returned."""
         looked_at, self._looked_at = self._looked_at, None
         if looked_at is None:
             return False

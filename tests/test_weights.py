@@ -12,6 +12,11 @@ from graphhal.weights import WHOLE, WINDOW, WeightWatch
 from tests.toy_encoder import FULL, Tower
 
 
+def noticed(watch: WeightWatch) -> bool:
+    """What a request looks at, before its launch and after it."""
+    return watch.unsafe_to_launch() or watch.outdated()
+
+
 def tower() -> Tower:
     return Tower([FULL, FULL], levels=2)
 
@@ -136,9 +141,9 @@ def test_rebound_weights_are_noticed(rebind):
     made = tower()
     watch = WeightWatch([made])
     assert not watch.moved()
-    assert not watch.moved_lately()
+    assert not noticed(watch)
     rebind(made)
-    assert watch.moved_lately()
+    assert noticed(watch)
     assert watch.moved()
 
 
@@ -164,14 +169,14 @@ def test_updates_in_place_keep_the_graphs(change):
     watch = WeightWatch([made])
     change(made)
     assert not watch.moved()
-    assert not watch.moved_lately()
+    assert not noticed(watch)
 
 
 def test_nothing_to_watch_never_moves():
     watch = WeightWatch([])
     assert not watch.moved()
-    assert not watch.moved_lately()
-    assert not WeightWatch([nn.ReLU()]).moved_lately()
+    assert not noticed(watch)
+    assert not noticed(WeightWatch([nn.ReLU()]))
 
 
 def test_tied_and_shared_modules_are_watched_once():
@@ -201,10 +206,10 @@ def clock(monkeypatch):
 def test_a_busy_server_notices_within_as_many_requests_as_windows(clock):
     made = Many(WHOLE + WINDOW)
     watch = WeightWatch([made])
-    assert not watch.moved_lately()
+    assert not noticed(watch)
     for position in (0, WINDOW, 2 * WINDOW, WHOLE + WINDOW - 1):
         made.tensors[position].data = torch.zeros(1)
-        assert any(watch.moved_lately() for _ in range(WHOLE // WINDOW + 1))
+        assert any(noticed(watch) for _ in range(WHOLE // WINDOW + 1))
         watch = WeightWatch([made])
 
 
@@ -214,7 +219,7 @@ def test_the_first_request_after_a_pause_notices(clock):
     for position in (0, WINDOW, WHOLE):
         made.tensors[position].data = torch.zeros(1)
         clock[0] += 1.5 * weights.PAUSE_SECONDS
-        assert watch.moved_lately()
+        assert noticed(watch)
         watch = WeightWatch([made])
 
 
@@ -227,10 +232,10 @@ def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
     for request in range(requests - 1):
         watch._next = 0  # the window with the tensor was just looked at
         clock[0] += step
-        assert not watch.moved_lately(), request
+        assert not noticed(watch), request
     watch._next = 0
     clock[0] += 1.5 * step
-    assert watch.moved_lately()
+    assert noticed(watch)
 
 
 def test_a_small_tower_is_looked_at_whole_every_time(clock):
@@ -238,7 +243,7 @@ def test_a_small_tower_is_looked_at_whole_every_time(clock):
     for position in (0, WHOLE // 2, WHOLE - 1):
         watch = WeightWatch([made])
         made.tensors[position].data = torch.zeros(1)
-        assert watch.moved_lately()
+        assert noticed(watch)
 
 
 def many() -> nn.Sequential:
@@ -259,9 +264,9 @@ def test_one_replacement_among_many_is_noticed_at_once(replace, turn):
     made = many()
     watch = WeightWatch([made])
     for _ in range(turn):
-        assert not watch.moved_lately()
+        assert not noticed(watch)
     replace(made)
-    assert watch.moved_lately()
+    assert noticed(watch)
 
 
 def test_what_other_modules_register_is_looked_at_once_and_moves_nothing(monkeypatch):
@@ -271,7 +276,7 @@ def test_what_other_modules_register_is_looked_at_once_and_moves_nothing(monkeyp
     full = []
     monkeypatch.setattr(watch, "moved", lambda: full.append(True) or WeightWatch.moved(watch))
     for _ in range(5):
-        assert not watch.moved_lately()
+        assert not noticed(watch)
     assert len(full) == 1
 
 
@@ -279,7 +284,7 @@ def test_a_hook_among_many_modules_is_noticed_at_once():
     made = many()
     watch = WeightWatch([made])
     made[-1].register_forward_hook(lambda *_: None)
-    assert watch.moved_lately()
+    assert noticed(watch)
 
 
 class Derived(nn.Linear):
@@ -290,9 +295,9 @@ class Derived(nn.Linear):
 def test_a_class_that_is_patched_is_noticed_at_once(patched, monkeypatch):
     made = many().append(Derived(2, 2))
     watch = WeightWatch([made])
-    assert not watch.moved_lately()
+    assert not noticed(watch)
     monkeypatch.setattr(patched, "forward", lambda self, rows: rows)
-    assert watch.moved_lately()
+    assert noticed(watch)
     assert watch.moved()
     assert not WeightWatch([made]).moved(), "it was there at capture"
 
@@ -303,7 +308,7 @@ def test_a_parameter_that_was_none_at_capture_is_noticed():
     watch = WeightWatch([made])
     assert not watch.moved()
     made[-1].bias = nn.Parameter(torch.ones(2))
-    assert watch.moved_lately()
+    assert noticed(watch)
 
 
 @pytest.mark.parametrize(
@@ -318,12 +323,12 @@ def test_a_hook_on_every_module_of_the_process_is_noticed(register):
     watch = WeightWatch([made])
     handle = register(lambda *_: None)
     try:
-        assert watch.moved_lately()
+        assert noticed(watch)
         watch = WeightWatch([made])
         assert not watch.moved()
     finally:
         handle.remove()
-    assert watch.moved_lately()
+    assert noticed(watch)
 
 
 def test_what_goes_is_noticed_too():
@@ -333,10 +338,10 @@ def test_what_goes_is_noticed_too():
     assert not WeightWatch([made]).moved(), "it was there at capture"
     watch = WeightWatch([made])
     del made.mergers[0].forward
-    assert watch.moved_lately()
+    assert noticed(watch)
     watch = WeightWatch([made])
     handle.remove()
-    assert watch.moved_lately()
+    assert noticed(watch)
 
 
 def test_hooks_of_other_modules_and_tensors_move_nothing():
@@ -344,7 +349,7 @@ def test_hooks_of_other_modules_and_tensors_move_nothing():
     watch = WeightWatch([made])
     nn.Linear(2, 2).register_forward_hook(lambda *_: None)
     torch.zeros(1, requires_grad=True).register_hook(lambda grad: grad)
-    assert not watch.moved_lately()
+    assert not noticed(watch)
     assert not watch.moved()
 
 
@@ -352,7 +357,7 @@ def test_other_storage_of_one_among_many_is_noticed_in_turn():
     made = many()
     watch = WeightWatch([made])
     made[-1].weight.data = made[-1].weight.data.clone()
-    assert any(watch.moved_lately() for _ in range(2 * WHOLE // WINDOW))
+    assert any(noticed(watch) for _ in range(2 * WHOLE // WINDOW))
 
 
 def test_a_module_that_is_replaced_where_its_owner_keeps_it() -> None:
@@ -361,9 +366,9 @@ def test_a_module_that_is_replaced_where_its_owner_keeps_it() -> None:
     watch = WeightWatch([owner.tower], [(owner, "tower", owner.tower)])
     assert not watch.moved()
     owner.other = nn.Linear(2, 2)
-    assert not watch.moved_lately()
+    assert not noticed(watch)
     owner.tower = nn.Linear(2, 2)
-    assert watch.moved_lately()
+    assert noticed(watch)
     gone = nn.Linear(2, 2)
     assert WeightWatch([gone], [(owner, "tower", gone)]).moved(), "it was not there from the start"
 
@@ -377,7 +382,7 @@ def test_a_class_that_is_patched_after_capture_is_noticed(
     kind = type(made.blocks[0])
     called = getattr(kind, name)
     monkeypatch.setattr(kind, name, lambda self, *args: called(self, *args) * 2, raising=False)
-    assert watch.moved_lately()
+    assert noticed(watch)
 
 
 @pytest.mark.parametrize("module", [nn.Dropout(0.5), nn.BatchNorm1d(4), nn.RReLU()])
@@ -385,4 +390,4 @@ def test_the_mode_of_a_module_that_computes_by_it_is_noticed(module: nn.Module) 
     watch = WeightWatch([nn.Sequential(module.train())])
     assert not watch.moved()
     module.eval()
-    assert watch.moved_lately()
+    assert noticed(watch)

@@ -155,17 +155,16 @@ class Qwen3OmniVision(EncoderAdapter):
                 f"{pixels_key} must be (patches, {self.patch_width}), got {tuple(pixels.shape)}; "
                 "use the processor that belongs to this encoder"
             )
-        raw = self.own_pixel_dtype
-        if raw is not None and raw.is_floating_point:
-            raw = None
-        if raw is None and not pixels.dtype.is_floating_point:
-            raise InputError(
-                f"{pixels_key} is {pixels.dtype}; normalise the pixels to floating point first"
-            )
-        if raw is not None and pixels.dtype is not raw:
+        wanted = self.own_pixel_dtype
+        if wanted is None or wanted.is_floating_point:
+            if not pixels.dtype.is_floating_point:
+                raise InputError(
+                    f"{pixels_key} is {pixels.dtype}; normalise the pixels to floating point first"
+                )
+        elif pixels.dtype is not wanted:
             raise InputError(
                 f"{pixels_key} is {pixels.dtype}, but this encoder normalises pixels itself; pass "
-                f"them as {raw}"
+                f"them as {wanted}"
             )
         return pixels.shape[0]
 
