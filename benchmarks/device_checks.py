@@ -269,7 +269,8 @@ def probe() -> str:
 
 @check
 def attention_against_a_loop() -> str:
-    from graphhal.cuda.attention import PackedAttention, flash_kernel, wrapped_kernel
+    from graphhal.cuda.attention import PackedAttention
+    from graphhal.cuda.kernels import flash_kernel, wrapped_kernel
 
     worst: dict[str, float] = {}
     lengths, spare = [5, 1, 130, 64], 3
@@ -294,6 +295,40 @@ def attention_against_a_loop() -> str:
                 worst[label] = max(worst.get(label, 0.0), error)
                 expect(error < bound, f"{label} width {width}: relative error {error:.1e}")
     return ", ".join(f"{label} {error:.0e}" for label, error in worst.items())
+
+
+@check
+def a_lone_sequence_against_flash_attention() -> str:
+    """cuDNN's dense kernel with the boundary in head dims, in one graph with changing ends."""
+    from graphhal.cuda.attention import LONE_SEQUENCE_FROM, PackedAttention
+    from graphhal.cuda.kernels import cudnn_kernel, flash_kernel
+
+    dense = cudnn_kernel()
+    expect(dense is not None, "this PyTorch has no such kernel under the known arguments")
+    lone, flash = PackedAttention(flash_kernel(), dense), PackedAttention(flash_kernel())
+    rows, worst = LONE_SEQUENCE_FROM + 100, 0.0
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(1)
+        q, k, v = (torch.randn((rows, 16, 72), device=DEVICE).to(dtype) for _ in range(3))
+        ends = torch.tensor([0, rows, rows], dtype=torch.int32, device=DEVICE)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            lone(q, k, v, ends, rows, 72**-0.5)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            output = lone(q, k, v, ends, rows, 72**-0.5)
+        for used in (rows, rows - 1, rows // 2, LONE_SEQUENCE_FROM, 1, rows):
+            ends[1] = used
+            graph.replay()
+            error = distance(output, flash(q, k, v, ends, rows, 72**-0.5))
+            expect(error < 1e-2, f"{dtype}, {used} rows: relative error {error:.1e}")
+            worst = max(worst, error)
+            if used >= LONE_SEQUENCE_FROM:
+                part = [tensor[:used] for tensor in (q, k, v)]
+                alone = lone(*part, ends[:2].contiguous(), used, 72**-0.5)
+                expect(torch.equal(output[:used], alone), f"{dtype}, {used} rows: other bits")
+    expect(lone.lone_sequence_from is not None, "cuDNN's kernel failed, see the log")
+    return f"worst {worst:.0e}; the bits of a sequence without padding"
 
 
 @check
@@ -922,7 +957,8 @@ def clean_interpreter_exit() -> str:
 @alone
 @check
 def attention_operator_against_wrapper() -> str:
-    from graphhal.cuda.attention import PackedAttention, flash_kernel, wrapped_kernel
+    from graphhal.cuda.attention import PackedAttention
+    from graphhal.cuda.kernels import flash_kernel, wrapped_kernel
 
     times = {}
     for name, kernel in (("operator", flash_kernel()), ("wrapper", wrapped_kernel())):

@@ -216,7 +216,7 @@ class Planner:
         without: MissReason = MissReason.NO_GRAPHS,
     ) -> None:
         self._ladders: dict[str, list[Capacity]] = {}
-        for capacity in sorted(capacities, key=lambda c: (c.rows, c.tokens, c.key)):
+        for capacity in sorted(capacities, key=lambda c: (c.rows, c.tokens, c.items, c.key)):
             self._ladders.setdefault(capacity.key.path, []).append(capacity)
         self._policy = policy
         self._path_of = path_of

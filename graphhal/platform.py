@@ -62,6 +62,8 @@ class PlatformInfo:
             `"ordinary_outputs"`: a tensor made within a replay's step is the caller's already.
         unclaimed: conformance checks that the platform does not claim to pass, and why, in words;
             only checks that may be waived (`python -m graphhal.testing --list` says which).
+        lone_sequence_from: rows of an attention sequence from which `attention` is faster in a
+            graph that holds no other sequence but its padding; None where that makes no difference.
 
     Raises:
         PluginError: a field is of another kind; names it.
@@ -78,6 +80,7 @@ class PlatformInfo:
     allow_empty: bool = True
     capabilities: frozenset[str] = frozenset()
     unclaimed: Mapping[str, str] = field(default_factory=dict)
+    lone_sequence_from: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "device_type"):
@@ -89,6 +92,9 @@ class PlatformInfo:
             self._refuse_unless(name, given is None or callable(given), "a function or None")
         known = self.boundary_order in get_args(BoundaryOrder)
         self._refuse_unless("boundary_order", known, "'before' or 'after'")
+        rows = self.lone_sequence_from
+        whole = rows is None or (isinstance(rows, int) and rows > 0)
+        self._refuse_unless("lone_sequence_from", whole, "a number of rows or None")
         words = isinstance(self.capabilities, AbstractSet)
         self._refuse_unless("capabilities", words, "a set of words")
 

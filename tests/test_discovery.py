@@ -181,6 +181,10 @@ BROKEN = {
         platform_source("return PlatformInfo('capable', 'x', {}, None, capabilities='poison')"),
         "PlatformInfo.capabilities must be a set of words, got 'poison'",
     ),
+    "lonely": (
+        platform_source("return PlatformInfo('lonely', 'x', {}, None, lone_sequence_from=0)"),
+        "PlatformInfo.lone_sequence_from must be a number of rows or None, got 0",
+    ),
     "renamed": (usable("other"), "it calls itself 'other'"),
 }
 

@@ -79,6 +79,8 @@ class Qwen3OmniVision(EncoderAdapter):
     name = "qwen3_omni_vision"
     own_pixel_dtype: torch.dtype | None = None
     """Of pixels that the encoder converts, or normalises, itself."""
+    lone_sequence_from: int | None = None
+    """Patches from which one image has graphs of its own, as the platform's attention wants."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class Qwen3OmniVision(EncoderAdapter):
     def prepare(self, platform: Platform) -> None:
         """Take the platform's attention."""
         use_packed_attention(self.encoder, platform.info.attention)
+        self.lone_sequence_from = platform.info.lone_sequence_from
 
     def modules(self) -> Iterable[torch.nn.Module]:
         """The encoder."""
@@ -219,8 +222,9 @@ class Qwen3OmniVision(EncoderAdapter):
         )
 
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
-        """A dense ladder for images and a coarser one for videos."""
-        ladder = {"image": self._image_capacity, "video": self._video_capacity}
+        """A dense ladder for images, large ones alone in a graph of their own where that is faster,
+        and a coarser ladder for videos."""
+        ladder = {"image": self._image_capacities, "video": self._video_capacities}
         videos = token_budgets(settings, VIDEO_LADDER_STEPS, VIDEO_LADDER_STEPS)
         budgets = {"image": token_budgets(settings), "video": videos}
         unknown = set(self.modalities) - set(ladder)
@@ -229,25 +233,34 @@ class Qwen3OmniVision(EncoderAdapter):
                 f"{self.name}: unknown modality {min(unknown)!r}; known: image, video"
             )
         return tuple(
-            ladder[modality](budget, settings)
+            capacity
             for modality in self.modalities
             for budget in budgets[modality]
+            for capacity in ladder[modality](budget, settings)
         )
 
-    def _image_capacity(self, budget: int, settings: Settings) -> Capacity:
-        rows, items = budget * self.merge_area, min(settings.max_items, budget)
+    def _image_capacities(self, budget: int, settings: Settings) -> Iterator[Capacity]:
+        items = min(settings.max_items, budget)
+        yield self._image_capacity(budget, items, ())
+        lone = self.lone_sequence_from
+        if lone is not None and budget * self.merge_area >= lone and items > 1:
+            yield self._image_capacity(budget, 1, (("items", 1),))
+
+    def _image_capacity(
+        self, budget: int, items: int, axes: tuple[tuple[str, int], ...]
+    ) -> Capacity:
+        rows = budget * self.merge_area
         bound = SequenceBound(rows=rows, slots=min(items + 1, budget), max_seqlen=rows)
-        return Capacity(
-            GraphKey(self.name, "image", budget), rows, budget, items, {BOUNDARIES: bound}
-        )
+        key = GraphKey(self.name, "image", budget, axes)
+        return Capacity(key, rows, budget, items, {BOUNDARIES: bound})
 
-    def _video_capacity(self, budget: int, settings: Settings) -> Capacity:
+    def _video_capacities(self, budget: int, settings: Settings) -> Iterator[Capacity]:
         rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
         longest = min(rows, MAX_FRAME_PATCHES)
         padding = -(-(budget - frames) * self.merge_area // longest)
         bound = SequenceBound(rows=rows, slots=frames + padding, max_seqlen=longest)
         items = min(settings.max_items, frames)
-        return Capacity(
+        yield Capacity(
             GraphKey(self.name, "video", budget), rows, budget, items, {BOUNDARIES: bound}
         )
 

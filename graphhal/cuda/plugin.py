@@ -47,6 +47,7 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
     index = torch.cuda.current_device()
     capability = torch.cuda.get_device_capability(index)
     driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # 0 where PyTorch cannot say
+    attention = bind_attention(capability)
     private_pools = torch.cuda.get_allocator_backend() == "native"
     return PlatformInfo(
         name="cuda",
@@ -58,7 +59,8 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
             "device": torch.cuda.get_device_name(index),
             "capability": f"{capability[0]}.{capability[1]}",
         },
-        attention=bind_attention(capability),
+        attention=attention,
+        lone_sequence_from=attention.lone_sequence_from,
         free_bytes=free_bytes,
         capabilities=frozenset(
             {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphhal.boundaries import Boundaries
-from graphhal.cuda import attention
+from graphhal.cuda import attention, kernels
 
 
 def looped(query, key, value, lengths, scale):
@@ -96,13 +96,114 @@ def test_a_device_too_old_for_flash_attention_takes_the_mask():
     assert got.dtype is torch.bfloat16
 
 
+class Dense:
+    """Attends as cuDNN does, all rows to all, and records the shapes that it is given."""
+
+    def __init__(self, error=None):
+        self.error, self.calls = error, []
+
+    def __call__(self, query, key, value, scale):
+        if self.error is not None:
+            raise self.error
+        self.calls.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        q, k, v = (t.double() for t in (query, key, value))
+        scores = (q @ k.transpose(-1, -2) * scale).float()
+        return (scores.softmax(-1).double() @ v).to(query.dtype)
+
+
+@pytest.fixture
+def short_ones(monkeypatch):
+    monkeypatch.setattr(attention, "LONE_SEQUENCE_FROM", 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("lengths", "slots"), [((6,), None), ((6,), 2), ((5, 1), None), ((1, 5), None), ((3, 3), None)]
+)
+def test_a_lone_sequence_and_its_padding_stay_apart(short_ones, lengths, slots, dtype):
+    query, key, value = (16 * t for t in tensors(6, 72, dtype))  # scores in the hundreds
+    dense, kernel = Dense(), Kernel(lengths)
+    packed = attention.PackedAttention(kernel, dense)
+    got = packed(query, key, value, ends(lengths, slots), 6, 72**-0.5)
+    assert dense.calls == [(80, 80, 72)]
+    assert kernel.calls == []
+    want = looped(query, key, value, lengths, 72**-0.5)
+    assert_near(got / 16, want / 16, 2e-2)
+
+
+def test_padding_does_not_change_a_lone_sequences_bits(short_ones):
+    query, key, value = tensors(8, 72, torch.bfloat16)
+    packed = attention.PackedAttention(Kernel(()), Dense())
+    alone = packed(*(t[:6] for t in (query, key, value)), ends((6,)), 6, 0.3)
+    assert torch.equal(packed(query, key, value, ends((6, 2)), 8, 0.3)[:6], alone)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "lengths", "slots", "bound", "width", "heads"),
+    [
+        ("short", 5, (5,), None, 5, 72, 2),
+        ("other sequences may come", 6, (4, 2), 3, 6, 72, 2),
+        ("no sequence takes all rows", 6, (4, 2), None, 5, 72, 2),
+        ("a head dim that more dims make dearer", 6, (6,), None, 6, 64, 2),
+        ("a head dim beyond cuDNN's", 6, (6,), None, 6, 128, 2),
+        ("a head dim that is no step of 8", 6, (6,), None, 6, 76, 2),
+        ("fewer heads of keys", 6, (6,), None, 6, 72, 1),
+    ],
+)
+def test_what_is_not_lone_is_flash_attentions(
+    short_ones, case, rows, lengths, slots, bound, width, heads
+):
+    query, key, value = tensors(rows, width, torch.bfloat16)
+    dense, calls = Dense(), []
+
+    def flash(query, *rest):
+        calls.append(query.shape[-1])
+        return query
+
+    packed = attention.PackedAttention(flash, dense)
+    packed(query, key[:, :heads], value[:, :heads], ends(lengths, slots), bound, 0.3)
+    assert (len(calls), dense.calls) == (1, []), case
+
+
+def test_flash_attention_takes_over_where_cudnn_fails(short_ones, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    query, key, value = tensors(6, 72, torch.bfloat16)
+    dense, kernel = Dense(RuntimeError("cuDNN Frontend error: no plan")), Kernel((6,))
+    packed = attention.PackedAttention(kernel, dense)
+    for _ in range(2):
+        packed(query, key, value, ends((6,)), 6, 0.3)
+    assert len(kernel.calls) == 2
+    assert caplog.text.count("no plan") == 1
+    assert packed.lone_sequence_from is None
+
+
+@pytest.mark.parametrize(
+    ("error", "capturing"),
+    [(torch.OutOfMemoryError("full"), False), (RuntimeError("operation not permitted"), True)],
+)
+def test_other_failures_are_not_hidden(short_ones, monkeypatch, error, capturing):
+    """Out of memory, FlashAttention would not help; a capture that was ended must fail."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    query, key, value = tensors(6, 72, torch.bfloat16)
+    packed = attention.PackedAttention(Kernel((6,)), Dense(error))
+    with pytest.raises(type(error), match=str(error)):
+        packed(query, key, value, ends((6,)), 6, 0.3)
+
+
+def test_cudnn_is_left_alone_where_its_arguments_are_unknown(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert kernels.cudnn_kernel() is not None
+    monkeypatch.setattr(kernels, "_DENSE_OPERATOR", ("another", "operator"))
+    assert kernels.cudnn_kernel() is None
+
+
 def test_the_operator_is_called_directly_where_its_arguments_are_known():
-    assert attention.flash_kernel().__name__ == "direct"
+    assert kernels.flash_kernel().__name__ == "direct"
 
 
 def test_the_wrapper_is_used_where_the_operators_arguments_are_unknown(monkeypatch):
-    monkeypatch.setattr(attention, "_OPERATOR", ("another", "operator"))
-    assert attention.flash_kernel().__name__ == "wrapped"
+    monkeypatch.setattr(kernels, "_VARLEN_OPERATOR", ("another", "operator"))
+    assert kernels.flash_kernel().__name__ == "wrapped"
 
 
 @pytest.mark.parametrize("takes_scale", [True, False])
@@ -117,5 +218,5 @@ def test_the_wrapper_scales_the_query_where_it_takes_no_scale(monkeypatch, takes
 
     monkeypatch.setattr(varlen, "varlen_attn", with_scale if takes_scale else without)
     query, key, value = tensors(6, 16)
-    got = attention.wrapped_kernel()(query, key, value, ends((2, 4)), 4, 0.3)
+    got = kernels.wrapped_kernel()(query, key, value, ends((2, 4)), 4, 0.3)
     assert_near(got, looped(query, key, value, (2, 4), 0.3))

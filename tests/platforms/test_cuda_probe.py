@@ -11,7 +11,10 @@ from graphhal.cuda import plugin
 from graphhal.platform import PlatformInfo, Unavailable
 
 
-def host(monkeypatch, *, hip=None, cuda="13.0", devices=1, error=None, forked=False):
+def host(
+    monkeypatch, *, hip=None, cuda="13.0", devices=1, error=None, forked=False,
+    capability=(9, 0), cudnn=True,
+):  # fmt: skip
     """A CUDA host as PyTorch would show it."""
 
     def device_count():
@@ -32,7 +35,8 @@ def host(monkeypatch, *, hip=None, cuda="13.0", devices=1, error=None, forked=Fa
     monkeypatch.setattr(torch.cuda, "device_count", device_count)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a fast one")
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13010, raising=False)
@@ -103,6 +107,15 @@ def test_a_usable_host(monkeypatch):
         "ordinary_outputs",
         "poison",
     }
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "rows"),
+    [((9, 0), True, 4096), ((10, 0), True, 4096), ((9, 0), False, None), ((8, 0), True, None)],
+)
+def test_lone_sequences_pay_where_cudnn_beats_flash_attention(monkeypatch, capability, cudnn, rows):
+    host(monkeypatch, capability=capability, cudnn=cudnn)
+    assert plugin.graphhal_probe().lone_sequence_from == rows
 
 
 def test_an_allocator_without_private_pools_claims_none(monkeypatch):
