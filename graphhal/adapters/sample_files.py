@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from graphhal.errors import InputError
 
@@ -86,17 +86,18 @@ def read_image(path: Path, item: int) -> Image.Image:
     """
     _refuse_pipe(path, item)
     try:
-        with Image.open(path) as image:
-            mode = image.mode
+        # By its path Pillow would map a plain TIFF, and turn it wrongly.
+        with path.open("rb") as file, Image.open(file) as image:
+            mode, picture = image.mode, _upright(image)
             if mode.startswith("I;16"):  # Pillow would clip what is not black to white
-                picture = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-            else:
-                picture = _upright(image).convert("RGB")
+                picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+            picture = picture.convert("RGB")
     except Image.DecompressionBombError as error:
         raise InputError(f"{path} is too large a picture ({error}); scale it down", item) from error
     except (OSError, ValueError, SyntaxError) as error:
+        said = "of no known kind" if isinstance(error, UnidentifiedImageError) else error
         raise InputError(
-            f"{path} cannot be decoded as a picture ({error}); pass a JPEG, PNG or WebP file", item
+            f"{path} cannot be decoded as a picture ({said}); pass a JPEG, PNG or WebP file", item
         ) from error
     if mode in ("I", "F"):
         raise InputError(
@@ -186,9 +187,18 @@ def read_sound(path: Path, item: int, rate: int) -> npt.NDArray[np.float32]:
     import soundfile
     from scipy.signal import resample_poly
 
+    promised = 0
     try:
-        with path.open("rb") as file:
-            samples, own_rate = soundfile.read(file, dtype="float32", always_2d=True)
+        # By its number: soundfile would take a file for what its name says.
+        with path.open("rb") as file, soundfile.SoundFile(file.fileno(), closefd=False) as sound:
+            own_rate, promised = sound.samplerate, sound.frames
+            samples = sound.read(dtype="float32", always_2d=True)
+    except MemoryError as error:
+        raise InputError(
+            f"{path} says that it holds {promised} samples, more than memory does; save it again, "
+            "or cut it",
+            item,
+        ) from error
     except (OSError, soundfile.SoundFileError) as error:
         raise InputError(
             f"{path} cannot be decoded as sound ({getattr(error, 'error_string', error)}); pass a "

@@ -59,6 +59,23 @@ def test_a_missing_clip_and_an_empty_one_are_told(tmp_path: Path) -> None:
         read_sound(sound(tmp_path, TONE[:0]), 0, 16_000)
 
 
+@pytest.mark.parametrize("name", ["clip.raw", "clip.png", "clip", "clip.mp3"])
+def test_a_clip_is_what_its_bytes_say_whatever_its_name_says(tmp_path: Path, name: str) -> None:
+    read = read_sound(sound(tmp_path, TONE).rename(tmp_path / name), 0, 16_000)
+    assert np.array_equal(read, TONE)
+
+
+def test_a_header_that_promises_more_samples_than_memory_holds_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "broken.flac"
+    soundfile.write(path, TONE, 16_000)
+    written = bytearray(path.read_bytes())
+    written[21] |= 0x0F  # the count of samples: 36 bits
+    written[22:26] = b"\xff" * 4
+    path.write_bytes(written)
+    with pytest.raises(InputError, match=r"^item 2: .*broken.flac .* 68719476735 samples, .* save"):
+        read_sound(path, 2, 16_000)
+
+
 def test_sixteen_bits_keep_their_greys(tmp_path: Path) -> None:
     grey = np.linspace(0, 65535, 48 * 64).reshape(48, 64).astype(np.uint16)
     Image.fromarray(grey).save(tmp_path / "grey.png")
@@ -76,6 +93,17 @@ def test_a_photograph_that_was_held_upright_stands_upright(tmp_path: Path) -> No
     assert read.shape == (64, 48, 3)
     assert (read[:32, :, 0] == 255).all()
     assert (read[32:, :, 0] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["png", "tiff"])
+def test_sixteen_bits_that_were_held_upright_stand_upright(tmp_path: Path, kind: str) -> None:
+    grey = np.linspace(0, 65535, 48 * 64).reshape(48, 64).astype(np.uint16)
+    lying = Image.fromarray(grey)
+    exif = lying.getexif()
+    exif[0x0112] = 6
+    lying.save(tmp_path / f"scan.{kind}", exif=exif)
+    read = np.asarray(read_image(tmp_path / f"scan.{kind}", 0))
+    assert np.array_equal(read[:, :, 0], np.rot90(grey >> 8, -1))
 
 
 @pytest.mark.parametrize("note", [b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12", b"no note at all"])
