@@ -336,14 +336,15 @@ class ProtocolAdapter(EncoderAdapter):
             raise AdapterError(f"{self.name}: an eager forward needs a request")
         (mm_kwargs, items), self._request = self._request, None
         if CAPTURE_INPUTS in mm_kwargs:
-            own = mm_kwargs[CAPTURE_VALUES]
+            own = _copied(mm_kwargs[CAPTURE_VALUES])
             values = {name: value for name, value in own.items() if value is not None}
             output = self.model.encoder_cudagraph_forward(values, path=self.path_name)
             return _exactly(output, items[0].tokens)
         return self._own_eager(self._subset(mm_kwargs, items, for_graph=False))
 
     def _own_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
-        return self._unpadded(subset) if self._rows_per_token() > 1 else self._models_eager(subset)
+        own = _copied(subset)  # the model may work in place, and the request is asked for again
+        return self._unpadded(own) if self._rows_per_token() > 1 else self._models_eager(own)
 
     def _models_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
         with _alone(self.model):
@@ -450,6 +451,15 @@ def _place_of(item: ItemSpec) -> tuple[int, int]:
 def _are_all(items: Sequence[ItemSpec]) -> bool:
     """Whether these are all items of their request, in its order."""
     return [_place_of(item) for item in items] == [(n, len(items)) for n in range(len(items))]
+
+
+def _copied(value: Any) -> Any:
+    """Inputs with tensors of their own."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -302,6 +302,36 @@ class CaptureAxes(Base):
         return list(self.tower(mm_kwargs["pixel_values"]) * max(mm_kwargs["scales"]))
 
 
+class BakedAxes(CaptureAxes):
+    """The number is a host scalar: a graph of a larger one takes what is prepared for a smaller."""
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        made = super().prepare_encoder_cudagraph_capture_inputs(
+            token_budget, max_batch_size, max_frames_per_batch, device, dtype, path, axis_keys
+        )
+        made.values["scale"] = torch.tensor(len(made.values["scale"]))
+        return made
+
+    def prepare_encoder_cudagraph_replay_buffers(self, *args: Any) -> Any:
+        made = super().prepare_encoder_cudagraph_replay_buffers(*args)
+        made.values["scale"] = torch.tensor(len(made.values["scale"]))
+        return made
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return self.tower(inputs["pixel_values"]).flatten(0, 1) * inputs["scale"]
+
+
 class Slots(Base):
     """Images of 2 or 4 tokens in slots of 4, gathered by index: the indices count in slots of the
     group's own size, so that they fit no graph with larger ones."""
@@ -375,7 +405,7 @@ class Patches(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bounds: list[torch.Tensor] = []
+        self.bounds: list[tuple[torch.Tensor, int]] = []
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
         return [spec(h * w, h * w // 4) for h, w in mm_kwargs["image_grid_hws"].tolist()]
@@ -409,7 +439,7 @@ class Patches(Base):
         return {"max_seqlen": lengths.max().int()}
 
     def patches(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        self.bounds.append(inputs["max_seqlen"])
+        self.bounds.append((inputs["max_seqlen"], len(inputs["pixel_values"])))
         return self.tower(inputs["pixel_values"])
 
     def encoder_cudagraph_forward(

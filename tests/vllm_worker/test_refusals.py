@@ -178,6 +178,37 @@ def test_one_encoder_that_cannot_be_served_is_said_and_counted_and_the_other_is_
     assert manager.stats()["graph_hits"] == 3 - count
 
 
+@pytest.mark.parametrize("tower", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_derived_model_with_code_for_graphs_of_its_own_goes_through_the_protocol(
+    engine: Any, tower: str
+) -> None:
+    """graphhal's own adapter would leave out what it does."""
+    import vllm_on_cpu as on_cpu
+
+    model = getattr(on_cpu, tower)(engine)
+    kind = type(model)
+
+    def louder(step: str) -> Callable[..., Any]:
+        own = getattr(kind, step)
+
+        def twice(self: Any, *args: Any, **options: Any) -> Any:
+            made = own(self, *args, **options)
+            return 2 * made if isinstance(made, torch.Tensor) else tuple(2 * each for each in made)
+
+        return twice
+
+    steps = ("embed_multimodal", "encoder_cudagraph_forward", "encoder_eager_forward")
+    model.__class__ = type("Louder", (kind,), {step: louder(step) for step in steps})
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    assert manager.stats()["encoders"] == ["Louder"]
+    groups = [("image", on_cpu.image_group(model, [[1, 8, 8], [1, 4, 4]]))]
+    eager = on_cpu.run_v2(model, None, groups)
+    for ours, theirs in zip(on_cpu.run_v2(model, manager, groups), eager, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert manager.stats()["graph_hits"] == 2
+
+
 def test_a_tower_of_another_attention_goes_through_the_protocol(engine: Any) -> None:
     import types
 
