@@ -37,6 +37,8 @@ VIDEO_LADDER_STEPS = 4
 """Budgets in each doubling of the video ladder; frame chunks fill a graph better than images do."""
 CACHED_FRAME_SIZES = 64
 """Frame sizes (h, w) whose host metadata is kept; one of 4096 tokens takes 640 KiB."""
+CACHED_SIDES = 256
+"""Sides of frames, in patches, whose taps into the position table are kept: 16 bytes a patch."""
 CACHED_GROUPS = 1024
 """Groups (grids) whose item specs are kept."""
 
@@ -99,6 +101,7 @@ class Qwen3OmniVision(EncoderAdapter):
         self.device = projection.device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
+        self._taps = lru_cache(CACHED_SIDES)(self._axis_taps)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # follows the tower's `.to()`
@@ -292,14 +295,19 @@ class Qwen3OmniVision(EncoderAdapter):
 
     def _compute_frame_metadata(self, h: int, w: int) -> tuple[npt.NDArray[Any], ...]:
         """One frame's metadata, patches in the order of merge blocks."""
-        rows, columns = np.divmod(np.arange(h * w, dtype=np.int32), np.int32(w))
-        blocks = (h // self.merge, self.merge, w // self.merge, self.merge)
-        rows, columns = (a.reshape(blocks).swapaxes(1, 2).ravel() for a in (rows, columns))
-        row_taps, row_weights = self._axis_taps(h)
-        column_taps, column_weights = self._axis_taps(w)
-        indices = row_taps[rows][:, :, None] * self.table_side + column_taps[columns][:, None, :]
-        weights = row_weights[rows][:, :, None] * column_weights[columns][:, None, :]
-        arrays = (np.stack((rows, columns), axis=1), indices.reshape(-1, 4), weights.reshape(-1, 4))
+        blocks = (h // self.merge, w // self.merge, self.merge, self.merge)
+        positions = np.empty((*blocks, 2), dtype=np.int32)
+        positions[..., 0] = np.arange(h).reshape(blocks[0], 1, self.merge, 1)
+        positions[..., 1] = np.arange(w).reshape(1, blocks[1], 1, self.merge)
+        positions = positions.reshape(-1, 2)
+        rows, columns = positions.T
+        (row_taps, row_weights), (column_taps, column_weights) = map(self._taps, (h, w))
+        # Four taps a patch: both rows' first and second, with the columns' first and second each.
+        indices = (row_taps * np.int32(self.table_side)).repeat(2, axis=1)[rows]
+        indices += np.tile(column_taps, 2)[columns]
+        weights = row_weights.repeat(2, axis=1)[rows]
+        weights *= np.tile(column_weights, 2)[columns]
+        arrays = (positions, indices, weights)
         for array in arrays:
             array.flags.writeable = False
         return arrays

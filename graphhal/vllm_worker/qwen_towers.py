@@ -23,6 +23,7 @@ from graphhal.adapters.qwen3_omni_vision import (
     BOUNDARIES,
     CACHED_FRAME_SIZES,
     CACHED_GROUPS,
+    CACHED_SIDES,
     KEYS,
     PIXELS,
     Qwen3OmniVision,
@@ -76,6 +77,7 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         self.device = projection.device
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
+        self._taps = lru_cache(CACHED_SIDES)(self._axis_taps)
         self.own_pixel_dtype = _own_pixel_dtype(tower)
         self._by_parts: bool | None = None
 
