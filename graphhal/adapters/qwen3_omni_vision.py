@@ -296,10 +296,10 @@ class Qwen3OmniVision(EncoderAdapter):
     def _compute_frame_metadata(self, h: int, w: int) -> tuple[npt.NDArray[Any], ...]:
         """One frame's metadata, patches in the order of merge blocks."""
         blocks = (h // self.merge, w // self.merge, self.merge, self.merge)
-        positions = np.empty((*blocks, 2), dtype=np.int32)
-        positions[..., 0] = np.arange(h).reshape(blocks[0], 1, self.merge, 1)
-        positions[..., 1] = np.arange(w).reshape(1, blocks[1], 1, self.merge)
-        positions = positions.reshape(-1, 2)
+        grid = np.empty((*blocks, 2), dtype=np.int32)
+        grid[..., 0] = np.arange(h).reshape(blocks[0], 1, self.merge, 1)
+        grid[..., 1] = np.arange(w).reshape(1, blocks[1], 1, self.merge)
+        positions = grid.reshape(-1, 2)
         rows, columns = positions.T
         (row_taps, row_weights), (column_taps, column_weights) = map(self._taps, (h, w))
         # Four taps a patch: both rows' first and second, with the columns' first and second each.
