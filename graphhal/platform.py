@@ -57,8 +57,9 @@ class PlatformInfo:
         free_bytes: memory that is free now on the current device; None where the platform cannot
             say.
         allow_empty: the attention takes empty sequences (spare slots); else every slot needs a row.
-        capabilities: further facts, as words: `"collectives"` can be captured; `"poison"` fills
-            free memory with NaN; `"mem_pool_eager"` runs eager calls in the graphs' memory;
+        capabilities: further facts, as words: `"collectives"` can be captured; `"host_ends"`: the
+            attention takes boundaries from the host, by the address of their buffer; `"poison"`
+            fills free memory with NaN; `"mem_pool_eager"` runs eager calls in the graphs' memory;
             `"ordinary_outputs"`: a tensor made within a replay's step is the caller's already.
         unclaimed: conformance checks that the platform does not claim to pass, and why, in words;
             only checks that may be waived (`python -m graphhal.testing --list` says which).

@@ -20,6 +20,7 @@ static at::ScalarType scalar_type(aclDataType type) {
     case ACL_INT8: return at::kChar;
     case ACL_UINT8: return at::kByte;
     case ACL_BOOL: return at::kBool;
+    case ACL_COMPLEX64: return at::kComplexFloat;
     default: TORCH_CHECK(false, "the simulator has no data type ", (int)type);
   }
 }
@@ -163,6 +164,8 @@ WITH_SCALAR(RemainderTensorScalar, at::remainder)
 BINARY(Maximum, at::maximum)
 BINARY(Minimum, at::minimum)
 WITH_SCALAR(PowTensorScalar, at::pow)
+OP(PowScalarTensor, N a, T b, T o) RUN((auto a, auto b, auto o), put(o, at::pow(a, b)), a, b, o)
+BINARY(Polar, at::polar)
 OP(Clamp, T a, N low, N high, T o) {  // one of the bounds may be missing
   auto from = low ? std::optional(low->value) : std::nullopt, to = high ? std::optional(high->value) : std::nullopt;
   return prepare(ws, ex, [=](auto a, auto o) { put(o, at::clamp(a, from, to)); }, a, o);
@@ -192,6 +195,7 @@ UNARY(IsNegInf, at::isneginf)
 INPLACE_UNARY(Exp, at::exp)
 INPLACE_UNARY(Sqrt, at::sqrt)
 OP(Gelu, T a, T o) RUN((auto a, auto o), put(o, at::gelu(a)), a, o)
+OP(FastGelu, T a, T o) RUN((auto a, auto o), put(o, a * at::sigmoid(a * 1.702)), a, o)
 OP(Softmax, T a, int64_t dim, T o) RUN((auto a, auto dim, auto o), put(o, at::softmax(a, dim)), a, dim, o)
 
 OP(SwiGlu, T a, int64_t dim, T o) RUN((auto a, auto dim, auto o), auto halves = a.chunk(2, dim); put(o, at::silu(halves[0]) * halves[1]), a, dim, o)
@@ -300,5 +304,12 @@ OP(AvgPool2d, T a, I kernel, I stride, I padding, bool ceil, bool counts_padding
 RUN((auto a, auto kernel, auto stride, auto padding, auto ceil, auto counts_padding, auto divisor, auto, auto o),
     put(o, at::avg_pool2d(a, kernel, stride, padding, ceil, counts_padding, divisor ? std::optional(divisor) : std::nullopt)),
     a, kernel, stride, padding, ceil, counts_padding, divisor, cube, o)
+
+OP(UpsampleBicubic2d, T a, I size, bool corners, double tall, double wide, T o)
+RUN((auto a, auto size, auto corners, auto, auto, auto o), put(o, at::upsample_bicubic2d(a, size, corners)), a, size, corners, tall, wide, o)
+OP(UpsampleBilinear2dAA, T a, I size, bool corners, double tall, double wide, T o)
+RUN((auto a, auto size, auto corners, auto, auto, auto o), put(o, at::_upsample_bilinear2d_aa(a, size, corners)), a, size, corners, tall, wide, o)
+OP(GridSampler2D, T a, T grid, int64_t mode, int64_t padding, bool corners, T o)
+RUN((auto a, auto grid, auto mode, auto padding, auto corners, auto o), put(o, at::grid_sampler_2d(a, grid, mode, padding, corners)), a, grid, mode, padding, corners, o)
 
 }  // extern "C"

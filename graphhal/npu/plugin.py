@@ -82,7 +82,7 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
         attention=attention,
         boundaries_persist=False,
         free_bytes=free_bytes,
-        capabilities=frozenset({"collectives", "poison"}),
+        capabilities=frozenset({"collectives", "host_ends", "poison"}),
     )
 
 

@@ -13,19 +13,18 @@ import logging
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
 
-from graphhal.adapter import EncoderAdapter
-from graphhal.errors import SettingsError
+from graphhal.errors import AdapterError, SettingsError
 from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, executor, ranks, towers
 from graphhal.vllm_worker.limits import merged
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
-from graphhal.vllm_worker.protocol_buffers import BOUNDS
 from graphhal.vllm_worker.refusals import own_code_fails
 from graphhal.vllm_worker.touched import spelled
 
@@ -102,16 +101,16 @@ def _encoders_problem(
         raise
     except Exception as error:  # noqa: BLE001  (the model's own code)
         return own_code_fails(error)
-    if any(_keeps_ends(a) for encoder in found for a in encoder.adapters.values()):
-        return "its boundaries are known on the device only; graphhal has no adapter of its own"
+    for adapter in chain.from_iterable(encoder.adapters.values() for encoder in found):
+        if not isinstance(adapter, ProtocolAdapter):
+            continue
+        try:
+            adapter.keep_ends_on_host()
+        except AdapterError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001  (the model's own code)
+            return own_code_fails(error)
     return None
-
-
-def _keeps_ends(adapter: EncoderAdapter) -> bool:
-    """Whether boundaries reach the attention from a buffer that the model fills on the device."""
-    return isinstance(adapter, ProtocolAdapter) and not BOUNDS.keys().isdisjoint(
-        adapter.config.buffer_keys
-    )
 
 
 def hook_point_problem(hook_points: Mapping[str, str] = HOOK_POINTS) -> str | None:

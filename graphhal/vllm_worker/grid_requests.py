@@ -1,9 +1,9 @@
 """Real requests for models whose pictures are rows of patches beside the sizes of their grids."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import isqrt
 from typing import Any
 
 import torch
@@ -13,11 +13,14 @@ log = logging.getLogger(__name__)
 PIXELS = "pixel_values"
 GRIDS = (("image_grid_thw", 3), ("grid_thws", 3), ("image_grid_hws", 2))
 """Names under which models take grids, and how many numbers one has."""
+PACKED = "pixel_values_packed"
+TILES, TILE_COUNTS = "spatial_shapes", "num_patches"
+"""Sizes of the tiles of all pictures (LFM2-VL), and how many of them each picture has."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridRequests:
-    """Writes requests for one model, and knows what its graph makes of a token.
+    """Writes requests for one model whose pictures' patches follow one another.
 
     Attributes:
         grids: name of the grids.
@@ -36,29 +39,62 @@ class GridRequests:
     dtype: torch.dtype
     rows: int = 1
 
+    def sizes(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the host knows of pictures of so many tokens each: grids as square as can be."""
+        grids = [[1, *_squarest(each, self.merge)][-self.numbers :] for each in tokens]
+        return {self.grids: torch.tensor(grids)}
+
     def request(self, tokens: Sequence[int], seed: int, device: torch.device) -> dict[str, Any]:
         """Pictures of so many tokens each."""
-        generator = torch.Generator(device=device).manual_seed(seed)
-        sizes = [self._grid(each) for each in tokens]
-        shape = (sum(map(prod, sizes)), *self.patch)
-        dtype = self.dtype if self.dtype.is_floating_point else torch.float32
-        pixels = torch.randn(shape, generator=generator, dtype=dtype, device=device)
-        if not self.dtype.is_floating_point:
-            pixels = (pixels * 48 + 128).clamp(0, 255).to(self.dtype)
-        numbers = [size[-self.numbers :] for size in sizes]
-        return {PIXELS: pixels, self.grids: torch.tensor(numbers)}
+        shape = (self.patches(sum(tokens)), *self.patch)
+        return {PIXELS: _noise(shape, self.dtype, seed, device)} | self.sizes(tokens)
 
     def patches(self, tokens: int) -> int:
         """Rows of pixels of so many tokens."""
         return tokens * self.merge**2
 
-    def _grid(self, tokens: int) -> list[int]:
-        """The squarest picture of this many tokens."""
-        side = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
-        return [1, side * self.merge, tokens // side * self.merge]
+
+@dataclass(frozen=True, slots=True)
+class TileRequests:
+    """The same for a model whose pictures come in tiles, one row of a padded batch each.
+
+    Attributes:
+        merge: side of the square of patches that becomes one token.
+        width: numbers of a patch.
+        dtype: of the pixels.
+        rows: of the graph's output for each token.
+    """
+
+    merge: int
+    width: int
+    dtype: torch.dtype
+    rows: int = 1
+
+    def sizes(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """One tile for each picture; the first of several pictures has two."""
+        cut = tokens[0] // 2 if len(tokens) > 1 else 0
+        parts = [cut, tokens[0] - cut, *tokens[1:]] if cut else tokens
+        counts = [2 if cut else 1, *[1] * (len(tokens) - 1)]
+        tiles = [_squarest(each, self.merge) for each in parts]
+        return {TILES: torch.tensor(tiles), TILE_COUNTS: torch.tensor(counts)}
+
+    def request(self, tokens: Sequence[int], seed: int, device: torch.device) -> dict[str, Any]:
+        """Pictures of so many tokens each."""
+        sizes = self.sizes(tokens)
+        shape = (len(sizes[TILES]), int(sizes[TILES].prod(1).max()), self.width)
+        return {PIXELS: _noise(shape, self.dtype, seed, device)} | sizes
+
+    def patches(self, tokens: int) -> int:
+        """Rows of pixels of so many tokens."""
+        return tokens * self.merge**2
 
 
-def find(model: Any, budget: int, inputs: Mapping[str, torch.Tensor | None]) -> GridRequests | None:
+PictureRequests = GridRequests | TileRequests
+
+
+def find(
+    model: Any, budget: int, inputs: Mapping[str, torch.Tensor | None]
+) -> PictureRequests | None:
     """How to write requests for a model; None where it takes none of a known kind.
 
     Args:
@@ -66,21 +102,45 @@ def find(model: Any, budget: int, inputs: Mapping[str, torch.Tensor | None]) -> 
         budget: of some graph.
         inputs: the model's own capture inputs for that graph.
     """
-    pixels = inputs.get(PIXELS)
-    if pixels is None or pixels.dim() < 2:
-        return None
-    merge = isqrt(len(pixels) // budget)
-    for name, numbers in GRIDS:
-        candidate = GridRequests(name, numbers, merge, tuple(pixels.shape[1:]), pixels.dtype)
+    for candidate, device in _candidates(budget, inputs):
         try:
-            request = candidate.request([budget], 0, pixels.device)
+            request = candidate.request([budget], 0, device)
             specs = model.get_encoder_cudagraph_item_specs(request)
             if [spec.output_tokens for spec in specs] != [budget]:
                 continue
             if model.get_input_modality(request) != "image":
                 continue
         except Exception:  # the model's own code: whatever it raises, it takes no such request
-            log.debug("%s takes no %s", type(model).__name__, name, exc_info=True)
+            log.debug("%s takes no %s", type(model).__name__, candidate, exc_info=True)
             continue
         return candidate
     return None
+
+
+def _candidates(
+    budget: int, inputs: Mapping[str, torch.Tensor | None]
+) -> Iterator[tuple[PictureRequests, torch.device]]:
+    """What may be, and where the pixels lie."""
+    pixels, packed = inputs.get(PIXELS), inputs.get(PACKED)
+    if pixels is not None and pixels.dim() >= 2:
+        merge, patch = isqrt(len(pixels) // budget), tuple(pixels.shape[1:])
+        for name, numbers in GRIDS:
+            yield GridRequests(name, numbers, merge, patch, pixels.dtype), pixels.device
+    elif packed is not None and packed.dim() == 2:
+        merge = isqrt(len(packed) // budget)
+        yield TileRequests(merge, packed.shape[1], packed.dtype), packed.device
+
+
+def _noise(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
+) -> torch.Tensor:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    floating = dtype if dtype.is_floating_point else torch.float32
+    pixels = torch.randn(shape, generator=generator, dtype=floating, device=device)
+    return pixels if dtype.is_floating_point else (pixels * 48 + 128).clamp(0, 255).to(dtype)
+
+
+def _squarest(tokens: int, merge: int) -> tuple[int, int]:
+    """Height and width of the squarest picture of this many tokens, in patches."""
+    side = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
+    return side * merge, tokens // side * merge

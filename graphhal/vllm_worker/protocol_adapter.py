@@ -14,11 +14,11 @@ import torch
 from graphhal.adapter import BufferSpec, EncoderAdapter
 from graphhal.errors import AdapterError, InputError, RefusedError
 from graphhal.items import ItemSpec
-from graphhal.plan import Capacity, GraphKey
+from graphhal.plan import Capacity, GraphKey, SequenceBound
 from graphhal.platform import Platform
 from graphhal.self_check import TOLERANCE, Difference
 from graphhal.settings import SelfCheck, Settings
-from graphhal.vllm_worker import grid_requests
+from graphhal.vllm_worker import grid_requests, host_ends
 from graphhal.vllm_worker.layout_check import LayoutCheck
 from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule, tower_modules
@@ -48,7 +48,8 @@ class ProtocolAdapter(EncoderAdapter):
 
     Boundary buffers (`cu_seqlens`, `cu_window_seqlens`) are allocated with room for the padding:
     rows past the last sequence become dummy sequences of their own, no longer than the captured
-    bound, so that no kernel leaves them unwritten.
+    bound, so that no kernel leaves them unwritten. Where the platform takes boundaries from the
+    host, they come from the sizes of the inputs instead (`keep_ends_on_host`).
 
     Args:
         model: the model, unwrapped.
@@ -88,7 +89,7 @@ class ProtocolAdapter(EncoderAdapter):
         self._layouts = LayoutCheck(self.name, settings.tolerance)
         self._buffers = ProtocolBuffers(model, dialect, path, limits, device, dtype)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
-        self._grid: grid_requests.GridRequests | None = None
+        self._grid: grid_requests.PictureRequests | None = None
         self._sought_grid = False
         self._host_values: Mapping[str, torch.Tensor] = {}
         self._scatters_only = dialect.scatters_only(model)
@@ -96,13 +97,43 @@ class ProtocolAdapter(EncoderAdapter):
         self._budgets: tuple[int, ...] | None = None
 
     def prepare(self, platform: Platform) -> None:
-        """Refuse platforms whose kernels take boundaries from the host: the protocol has none."""
-        if platform.info.boundary_order == "after":
+        """Take boundaries from the host where the platform's kernels do.
+
+        Raises:
+            AdapterError: this model's cannot be had there.
+        """
+        info = platform.info
+        if info.boundary_order == "after" or "host_ends" in info.capabilities:
+            self.keep_ends_on_host()
+
+    def keep_ends_on_host(self) -> None:
+        """Boundaries are made from the sizes of the inputs from now on, if this model makes the
+        same of them; a model without boundaries has nothing to keep.
+
+        Raises:
+            AdapterError: it does not, or has others than of whole pictures and frames.
+        """
+        kept = BOUNDS.keys() & set(self.config.buffer_keys)
+        if not kept:
+            return
+        found = f"its boundaries {', '.join(sorted(kept))} are of another kind"
+        if kept == {host_ends.ENDS} and not self._buffers.scaled and not self._has_axes:
+            films = "video" in self.modalities
+            found = host_ends.problem(self._grids(), films, self.device, self._prepared) or ""
+        if found:
             raise AdapterError(
-                f"{self.name}: vLLM's encoder-graph protocol keeps boundaries on the device, but "
-                f"platform {platform.info.name} needs them on the host; only models with an "
-                "adapter of graphhal's own are served there"
+                f"{self.name}: vLLM's encoder-graph protocol keeps boundaries on the device, this "
+                f"platform needs them on the host, and {found}"
             )
+        self._buffers.ends_on_host = True
+
+    def _prepared(self, mm_kwargs: Mapping[str, Any]) -> Mapping[str, torch.Tensor | None]:
+        values: Mapping[str, torch.Tensor | None] = (
+            self.model.prepare_encoder_cudagraph_replay_buffers(
+                dict(mm_kwargs), self.limits.items, self.limits.frames, self.path_name
+            ).values
+        )
+        return values
 
     def modules(self) -> Iterable[torch.nn.Module]:
         """The model's towers, where it names them; else the whole model."""
@@ -144,16 +175,29 @@ class ProtocolAdapter(EncoderAdapter):
         every = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
         if not every:
             raise ValueError("no items")
+        lengths = self._lengths(mm_kwargs, len(every))
         for position, spec in enumerate(every):
             tokens = self.dialect.path_tokens(spec, self.path_name)
             if not 0 <= tokens < NEVER:
                 raise ValueError(f"item {position} of {tokens} tokens is never to be in a graph")
             if not tokens and self._is_only_path:
                 raise ValueError(f"item {position} has no tokens")
+            if lengths[position] and sum(lengths[position]) != spec.input_size:
+                raise ValueError(f"item {position} has {spec.input_size} rows, {lengths[position]}")
             if tokens:
                 place = (position, len(every))
-                specs.append(self._item(len(specs), modality, tokens, place, axes))
+                item = self._item(len(specs), modality, tokens, place, axes, lengths[position])
+                specs.append(item)
         return tuple(specs)
+
+    def _lengths(self, mm_kwargs: Mapping[str, Any], items: int) -> list[tuple[int, ...]]:
+        """Rows of each item's attention sequences; none where the model keeps its boundaries."""
+        if not self._buffers.ends_on_host:
+            return [()] * items
+        lengths = host_ends.lengths_of(mm_kwargs)
+        if len(lengths) != items or not all(map(all, lengths)):
+            raise ValueError(f"{items} items, of sequences {lengths}")
+        return lengths
 
     def _axes_of(self, mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
         if not self._has_axes:
@@ -168,6 +212,7 @@ class ProtocolAdapter(EncoderAdapter):
         tokens: int,
         place: tuple[int, int],
         axes: tuple[Hashable, ...],
+        lengths: tuple[int, ...],
     ) -> ItemSpec:
         """The spec of an item at `place`: its position among how many items of the request."""
         return ItemSpec(
@@ -175,8 +220,8 @@ class ProtocolAdapter(EncoderAdapter):
             modality=modality,
             rows=tokens,
             tokens=tokens * self._rows_per_token(),
-            sequences={},
-            signature=(tokens, place, axes),
+            sequences={host_ends.ENDS: lengths} if lengths else {},
+            signature=(tokens, place, axes, lengths),
         )
 
     def path(self, item: ItemSpec) -> str:
@@ -223,16 +268,30 @@ class ProtocolAdapter(EncoderAdapter):
                 rows=budget,
                 tokens=budget * self._rows_per_token(),
                 items=self.limits.items_for(budget),
-                sequences={},
+                sequences=self._bounds(budget),
             )
             for budget in self.budgets()
             for number in range(len(self._axes))
         )
 
+    def _bounds(self, budget: int) -> Mapping[str, SequenceBound]:
+        """What a graph's boundaries can hold, where they come from the host: such a model has one
+        path, and no axes."""
+        if not self._buffers.ends_on_host:
+            return {}
+        captured = self._buffers.of(GraphKey(self.name, self.path_name, budget), ())
+        return {
+            name: SequenceBound(padding.rows, captured.specs[name].shape[0] - 1, padding.bound)
+            for name, padding in captured.ends.items()
+        }
+
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
         """The model's capture buffers; boundary buffers get room for dummy sequences."""
-        if capacity.key.size == 0:
-            return {}
+        if capacity.key.size == 0:  # an eager call: the model's own code stages
+            return {
+                name: BufferSpec((bound.slots + 1,), torch.int32, packed=True)
+                for name, bound in capacity.sequences.items()
+            }
         return self._buffers.of(capacity.key, self._captured_axes(capacity.key)).specs
 
     def _captured_axes(self, key: GraphKey) -> tuple[Hashable, ...]:
@@ -260,7 +319,11 @@ class ProtocolAdapter(EncoderAdapter):
     ) -> Callable[[Mapping[str, Any]], None]:
         """`stage` with the views of the buffers made once."""
         captured = self._buffers.behind(inputs)
-        buffers = {name: target for name, target in inputs.items() if name != MARKER}
+        buffers = {
+            name: target
+            for name, target in inputs.items()
+            if name != MARKER and not captured.specs[name].packed
+        }
         raw = any(hasattr(tower, "input_norm") for tower in tower_modules(self.model))
         copy = copies(captured, buffers, self.config.padding_logics, raw)
         frozen = tuple(items)
@@ -368,13 +431,18 @@ class ProtocolAdapter(EncoderAdapter):
         budget, most = capacity.rows, capacity.items
         modality = self.modalities[0] if self.modalities else "image"
 
+        grids = self._grids()
+
         def group(*tokens: int) -> tuple[ItemSpec, ...]:
+            sizes = {} if grids is None else grids.sizes(tokens)
+            lengths = self._lengths(sizes, len(tokens))
             return tuple(
-                self._item(n, modality, t, (n, len(tokens)), axes) for n, t in enumerate(tokens)
+                self._item(n, modality, t, (n, len(tokens)), axes, lengths[n])
+                for n, t in enumerate(tokens)
             )
 
         yield group(budget)
-        if self._grids() is None:
+        if grids is None:
             return
         if budget > 1:
             yield group(budget - 1)
@@ -395,7 +463,7 @@ class ProtocolAdapter(EncoderAdapter):
         output: torch.Tensor = self.model.encoder_cudagraph_forward(values, path=self.path_name)
         return output.reshape(-1, output.shape[-1])
 
-    def _grids(self) -> grid_requests.GridRequests | None:
+    def _grids(self) -> grid_requests.PictureRequests | None:
         if self._sought_grid or self.path_name != "default" or self._has_axes:
             return self._grid
         self._sought_grid = True
@@ -413,8 +481,8 @@ class ProtocolAdapter(EncoderAdapter):
         return found
 
     def _merging(
-        self, grids: grid_requests.GridRequests, tokens: int
-    ) -> grid_requests.GridRequests | None:
+        self, grids: grid_requests.PictureRequests, tokens: int
+    ) -> grid_requests.PictureRequests | None:
         """With the rows that the model's postprocessing makes one token of; None where what it
         makes is not what it makes eagerly."""
         request = grids.request([tokens], 0, self.device)

@@ -23,6 +23,10 @@ BOUNDS = {
 class ProtocolBuffers:
     """What each graph of one path is captured with.
 
+    Attributes:
+        scaled: boundaries are no row numbers, and kept as the model prepares them.
+        ends_on_host: boundary buffers are filled from the host, with the other host metadata.
+
     Args:
         model: the model, unwrapped.
         dialect: how this vLLM spells the protocol.
@@ -46,7 +50,8 @@ class ProtocolBuffers:
         self._path = path
         self._limits = limits
         self._device, self._dtype = device, dtype
-        self._keeps_boundaries = _scales_boundaries(model)
+        self.scaled = _scales_boundaries(model)
+        self.ends_on_host = False
         self._known: dict[GraphKey, Captured] = {}
 
     def dummies(self, budget: int, axes: tuple[Hashable, ...]) -> dict[str, torch.Tensor | None]:
@@ -76,7 +81,7 @@ class ProtocolBuffers:
                 continue
             if value.device.type == "cpu" and (value.dim() == 0 or self._device.type != "cpu"):
                 captured.constants[name] = safe_bound(name, value, values)
-            elif name in BOUNDS and not self._keeps_boundaries:
+            elif name in BOUNDS and not self.scaled:
                 captured.specs[name] = self._boundary_spec(captured, name, value, values)
             else:
                 captured.specs[name] = BufferSpec(tuple(value.shape), value.dtype)
@@ -99,7 +104,7 @@ class ProtocolBuffers:
         slots = max(len(value) - 1, captured.frames, captured.items) + dummies
         steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self._device) * bound
         captured.ends[name] = Padding(rows, bound, steps)
-        return BufferSpec((slots + 1,), value.dtype)
+        return BufferSpec((slots + 1,), value.dtype, packed=self.ends_on_host)
 
 
 def safe_bound(

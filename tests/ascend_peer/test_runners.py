@@ -1,6 +1,7 @@
 """Groups of pictures, films and sound through the V1 runners of vllm-ascend and of vLLM-Omni."""
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from graphhal.vllm_worker import plugin
 from graphhal.vllm_worker.executor import EncoderGraphExecutor
 from tests.ascend_peer import engines
 from tests.ascend_simulated import simulator
-from tests.vllm_worker import vllm_on_cpu
+from tests.vllm_worker import small_models, vllm_on_cpu
 
 DEVICE = "npu:0"
 Groups = list[tuple[str, dict[str, Any]]]
@@ -102,13 +103,29 @@ def test_a_runner_gets_from_graphs_what_it_gets_eagerly(
     engine: Any, case: str, runner: type, trace: "simulator.Trace"
 ) -> None:
     make, kinds, options = CASES[case]
-    engine.additional_config = {"graphhal": {"self_check": "quick", **options}}
     model = make(engine).to(DEVICE)
+    groups = [group for kind in kinds for group in kind(model)]
+    replays_as_eager(engine, model, groups, options, runner, trace)
+
+
+@pytest.mark.parametrize("make", small_models.WITH_BOUNDARIES)
+def test_boundaries_of_the_protocol_come_from_the_host(
+    engine: Any, make: Callable[[Any], small_models.Made], trace: "simulator.Trace"
+) -> None:
+    model, requests = make(engine)
+    groups = [("video" if "video_grid_thw" in each else "image", each) for each in requests]
+    runner = model_runner_v1.NPUModelRunner
+    replays_as_eager(engine, model.to(DEVICE), groups, {"platform": "npu"}, runner, trace)
+
+
+def replays_as_eager(
+    engine: Any, model: Any, groups: Groups, options: Any, runner: type, trace: Any
+) -> None:
+    engine.additional_config = {"graphhal": {"self_check": "quick", **options}}
     plugin.install(engine)
     made = captured(engine, model, runner)
     assert type(made) is EncoderGraphExecutor
     assert made.stats()["dropped"] == []
-    groups = [group for kind in kinds for group in kind(model)]
     for schedule in simulator.SCHEDULES:
         simulator.schedule(schedule)
         for group in groups:

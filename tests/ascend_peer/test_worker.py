@@ -5,17 +5,21 @@ import importlib
 import sys
 import types
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models import qwen2_vl
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm_ascend.worker.encoder_acl_graph import EncoderAclGraphManager
 
 from graphhal.self_check import Difference
 from graphhal.vllm_worker import ascend, plugin, towers
 from graphhal.vllm_worker.executor import EncoderGraphExecutor
-from tests.vllm_worker import vllm_on_cpu
+from tests.ascend_simulated import simulator
+from tests.vllm_worker import small_models, vllm_on_cpu
 
 DEVICE = "npu:0"
 GRIDS = ([[1, 4, 8], [1, 8, 8]], [[1, 4, 4]], [[1, 8, 4], [1, 4, 12], [1, 4, 4]])
@@ -58,13 +62,61 @@ def test_towers_of_vllm_are_served_as_they_compute_eagerly(opted_in: Any, name: 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"platform": "npu", "vllm_adapter": "protocol"}],
-    ids=["no opt-in", "boundaries on the device only"],
+    ("name", "options"),
+    [
+        ("qwen3_vl", {}),
+        ("qwen2_5_vl", {"platform": "npu", "vllm_adapter": "protocol"}),
+    ],
+    ids=["no opt-in", "boundaries that sizes do not tell"],
 )
-def test_otherwise_vllm_ascends_own_manager_serves(opted_in: Any, options: dict[str, Any]) -> None:
+def test_otherwise_vllm_ascends_own_manager_serves(
+    opted_in: Any, name: str, options: dict[str, Any]
+) -> None:
     opted_in.additional_config = {"graphhal": options}
-    assert type(manager(opted_in, small("qwen3_vl", opted_in))) is EncoderAclGraphManager
+    assert type(manager(opted_in, small(name, opted_in))) is EncoderAclGraphManager
+
+
+def test_boundaries_that_a_model_makes_otherwise_are_left_to_its_manager(
+    opted_in: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Derived(qwen2_vl.Qwen2VLForConditionalGeneration):
+        def prepare_encoder_cudagraph_replay_buffers(self, *args: Any, **options: Any) -> Any:
+            prepared = super().prepare_encoder_cudagraph_replay_buffers(*args, **options)
+            ends = prepared.values["cu_seqlens"]
+            prepared.values["cu_seqlens"] = torch.stack((ends[0], ends[-1]))
+            return prepared
+
+    model, _ = small_models.qwen2_vl(opted_in)
+    model.__class__ = Derived
+    with vllm_on_cpu.log_of("graphhal.vllm_worker.ascend", caplog):
+        made = manager(opted_in, model.to(DEVICE))
+    assert type(made) is EncoderAclGraphManager
+    assert "its boundaries are (52,), its inputs' sizes make (8, 12, 36, 52)" in caplog.text
+
+
+def test_a_replay_waits_no_more_than_the_models_own_code(
+    opted_in: Any, trace: "simulator.Trace"
+) -> None:
+    model, groups = small_models.qwen2_vl(opted_in)
+    made = manager(opted_in, model.to(DEVICE))
+    made.capture(None)
+
+    def waits(name: str, action: Callable[[], object]) -> int:
+        torch.npu.synchronize()
+        simulator.mark(f"{name} begins")
+        action()
+        simulator.mark(f"{name} ends")
+        lines = trace.between(f"{name} begins", f"{name} ends")
+        return sum(line.startswith("sync") for line in lines)
+
+    for number, group in enumerate(map(on_device, groups)):
+        made.execute(group)  # its plan is made
+        own = waits(
+            f"preparing {number}",
+            partial(model.prepare_encoder_cudagraph_replay_buffers, group, 4, 8),
+        )
+        assert waits(f"replay {number}", partial(made.execute, group)) == own
+    made.clear()
 
 
 def test_a_model_whose_code_for_graphs_fails_keeps_its_manager(

@@ -41,7 +41,15 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     ),
     "remainders": lambda x, y, i: (i * 7) % (i + 1) + (i * 7) // (i + 1),
     "matrix product": lambda x, y, i: torch.bmm(x[None], y.T[None])[0] + torch.mm(x, y.T),
-    "power": lambda x, y, i: y**2 + x**3,
+    "power": lambda x, y, i: y**2 + x**3 + 2.0**x,
+    "turns": lambda x, y, i: torch.view_as_real(
+        torch.view_as_complex(x.reshape(4, 3, 2)) * torch.polar(y[:, :3], x[:, :3])
+    ),
+    "resampling": lambda x, y, i: F.interpolate(x[None, None], (5, 3), mode="bicubic")
+    + F.interpolate(y[None, None], (5, 3), mode="bilinear", antialias=True),
+    "sampling": lambda x, y, i: F.grid_sample(
+        x[None, None], y.reshape(1, 3, 4, 2) - 1.5, "bicubic", "border", align_corners=False
+    ),
     "unary": lambda x, y, i: x.exp() + x.sin() + x.cos() + x.tanh() - x.abs() + y.sqrt(),
     "reciprocals": lambda x, y, i: y.rsqrt() + y.reciprocal() + x.erf() + x.sigmoid(),
     "activations": lambda x, y, i: F.gelu(x) + F.silu(x) + F.relu(x),
@@ -207,6 +215,7 @@ def test_operators_of_torch_npu_compute_what_they_are_defined_as() -> None:
             x * cos + torch.cat((-second, first), -1) * sin,
         ),
         (torch_npu.npu_swiglu(x.npu(), dim=-1), F.silu(first) * second),
+        (torch_npu.npu_fast_gelu(x.npu()), x * torch.sigmoid(1.702 * x)),
         (torch_npu.npu_rms_norm(x.npu(), weight.npu(), 1e-6)[0], F.rms_norm(x, (8,), weight, 1e-6)),
         (added, F.rms_norm(x + y, (8,), weight, 1e-6)),
         (total, x + y),

@@ -2,12 +2,15 @@
 
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from graphhal.vllm_worker import compatibility
+from graphhal.vllm_worker import compatibility, executor, host_ends
+from tests.vllm_worker import vllm_on_cpu
+from tests.vllm_worker.small_models import Made, around, kimi_vl, lfm2_vl, qwen2_vl
 
 pytestmark = [
     pytest.mark.vllm,
@@ -17,95 +20,8 @@ pytestmark = [
     ),
 ]
 
-Made = tuple[Any, list[dict[str, Any]]]
-
-
-def around(engine: Any, model_class: type, **attributes: Any) -> Any:
-    """The model around small encoders; the text model is left out."""
-    import vllm_on_cpu as on_cpu
-
-    model = model_class.__new__(model_class)
-    torch.nn.Module.__init__(model)
-    model.vllm_config = engine
-    model.multimodal_config = engine.model_config.multimodal_config
-    model.use_data_parallel = False
-    for name, value in attributes.items():
-        setattr(model, name, value)
-    return on_cpu.filled(model)
-
-
-def kimi_vl(engine: Any) -> Made:
-    """Bakes a bound of tokens where sequences are of patches."""
-    from vllm.model_executor.models import kimi_vl as kimi
-    from vllm.transformers_utils.configs.moonvit import MoonViTConfig
-
-    vision = MoonViTConfig(
-        patch_size=4, init_pos_emb_height=8, init_pos_emb_width=8, num_attention_heads=4,
-        num_hidden_layers=2, hidden_size=64, intermediate_size=64,
-    )  # fmt: skip
-    config = types.SimpleNamespace(
-        vision_config=vision, text_config=types.SimpleNamespace(hidden_size=48)
-    )
-    model = around(
-        engine,
-        kimi.KimiVLForConditionalGeneration,
-        config=config,
-        hidden_size=48,
-        model_config=engine.model_config,
-        vision_tower=kimi.MoonVitPretrainedModel(vision),
-        multi_modal_projector=kimi.KimiVLMultiModalProjector(config),
-    )
-
-    def pictures(*sizes: tuple[int, int]) -> dict[str, Any]:
-        rows = sum(h * w for h, w in sizes)
-        return {
-            "pixel_values": torch.randn(rows, 3, 4, 4),
-            "image_grid_hws": torch.tensor(sizes),
-        }
-
-    return model, [pictures((8, 8)), pictures((4, 6), (8, 12)), pictures(*[(8, 4)] * 3)]
-
-
-def lfm2_vl(engine: Any) -> Made:
-    """Tiles in a padded batch, packed by the model's own code."""
-    from transformers.models.siglip2.configuration_siglip2 import Siglip2VisionConfig
-    from vllm.model_executor.models import lfm2_vl as lfm2
-
-    vision = Siglip2VisionConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        patch_size=4, num_patches=16,
-    )  # fmt: skip
-    config = types.SimpleNamespace(
-        vision_config=vision, text_config=types.SimpleNamespace(hidden_size=48),
-        downsample_factor=2, min_image_tokens=4, projector_use_layernorm=True,
-        projector_hidden_size=64, projector_bias=True, projector_hidden_act="gelu",
-    )  # fmt: skip
-    model = around(
-        engine,
-        lfm2.Lfm2VLForConditionalGeneration,
-        config=config,
-        model_config=engine.model_config,
-        vision_tower=lfm2.Siglip2Model(config=vision),
-        multi_modal_projector=lfm2.Lfm2VLMultiModalProjector(config),
-    )
-
-    def pictures(tiles: list[list[int]], counts: list[int]) -> dict[str, Any]:
-        rows = max(h * w for h, w in tiles)
-        return {
-            "pixel_values": torch.randn(len(tiles), rows, 48),
-            "spatial_shapes": torch.tensor(tiles),
-            "num_patches": torch.tensor(counts),
-        }
-
-    return model, [
-        pictures([[8, 8]], [1]),
-        pictures([[8, 8], [4, 6]], [1, 1]),
-        pictures([[8, 8], [4, 4], [4, 4]], [2, 1]),
-    ]
-
 
 def served(engine: Any, model: Any, most: int = 64) -> Any:
-    from graphhal.vllm_worker import executor
 
     engine.compilation_config.encoder_cudagraph_token_budgets = []
     engine.scheduler_config.max_num_batched_tokens = 512
@@ -116,11 +32,37 @@ def served(engine: Any, model: Any, most: int = 64) -> Any:
     return made
 
 
-@pytest.mark.parametrize("make", [kimi_vl, lfm2_vl])
-def test_replays_equal_the_models_own_code(engine: Any, make: Callable[[Any], Made]) -> None:
+@pytest.fixture(params=["on the device", "on the host"])
+def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the platform's attention takes them from."""
+    if request.param == "on the host":
+        platform_takes_ends_from_the_host(monkeypatch)
+    where: str = request.param
+    return where
+
+
+def platform_takes_ends_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = executor.open_platform
+
+    def open_platform(*args: Any) -> Any:
+        platform = plain(*args)
+        words = platform.info.capabilities | {"host_ends"}
+        return replace(platform, info=replace(platform.info, capabilities=words))
+
+    monkeypatch.setattr(executor, "open_platform", open_platform)
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("make", [qwen2_vl, kimi_vl, lfm2_vl])
+def test_replays_equal_the_models_own_code(
+    engine: Any, make: Callable[[Any], Made], boundaries: str
+) -> None:
     model, groups = make(engine)
     manager = served(engine, model)
     assert manager.stats()["dropped"] == []
+    (graphs,) = manager._graphs()
+    kept = [bool(each.sequences) for each in graphs.ladder()]
+    assert set(kept) == {boundaries == "on the host"}
     for group in groups:
         expected = model.embed_multimodal(**group)
         ours = manager.execute(dict(group))
@@ -128,6 +70,66 @@ def test_replays_equal_the_models_own_code(engine: Any, make: Callable[[Any], Ma
         for one, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert manager.stats()["graph_misses"] == 0
+
+
+class OneSequence:
+    """A film's frames attend to each other: no boundaries that follow from its sizes alone."""
+
+    def prepare_encoder_cudagraph_replay_buffers(self, mm_kwargs: Any, *rest: Any) -> Any:
+        prepared = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *rest)
+        if "video_grid_thw" in mm_kwargs:
+            ends = prepared.values["cu_seqlens"]
+            prepared.values["cu_seqlens"] = torch.stack((ends[0], ends[-1]))
+        return prepared
+
+
+def test_boundaries_that_sizes_do_not_tell_are_never_made_up(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform_takes_ends_from_the_host(monkeypatch)
+    model, groups = qwen2_vl(engine)
+    model.__class__ = type("Derived", (OneSequence, type(model)), {})
+    manager = served(engine, model)
+    for group in groups:
+        assert manager.execute(dict(group)) is None
+    (reason,) = manager.stats()["misses"]["video"]
+    assert "its boundaries are (48,), its inputs' sizes make (24, 48)" in reason
+
+
+def test_items_whose_rows_their_sizes_do_not_tell_run_eagerly(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform_takes_ends_from_the_host(monkeypatch)
+    model, (group, *_) = kimi_vl(engine)
+    manager = served(engine, model, 16)
+    assert manager.execute(dict(group)) is not None
+    specs = model.get_encoder_cudagraph_item_specs(group)
+    model.get_encoder_cudagraph_item_specs = lambda _: [replace(s, input_size=65) for s in specs]
+    assert manager.execute(dict(group)) is None
+    assert manager.stats()["misses"] == {"image": {"inputs that the adapter does not know": 1}}
+
+
+def test_windows_are_not_made_up(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform_takes_ends_from_the_host(monkeypatch)
+    engine.additional_config["graphhal"]["vllm_adapter"] = "protocol"
+    model = vllm_on_cpu.qwen2_5_vl(engine)
+    made = executor.build(engine, torch.device("cpu"), torch.float32, model)
+    assert "cu_seqlens, cu_window_seqlens are of another kind" in made.refusal
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ({"pixel_values": torch.zeros(4, 8)}, "none of image_grid_thw"),
+        (
+            {"spatial_shapes": torch.ones(3, 2), "num_patches": torch.tensor([1, 1])},
+            "2 tiles are told of, 3 came",
+        ),
+    ],
+)
+def test_sizes_that_do_not_tell_every_sequence(kwargs: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        host_ends.lengths_of(kwargs)
 
 
 def test_gemma_4_films_are_never_answered_wrongly(

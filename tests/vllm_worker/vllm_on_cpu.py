@@ -230,12 +230,16 @@ def as_items(modality: str, group: dict[str, Any]) -> list[Any]:
     """The items of a group, as vLLM's processors hand them to a runner."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    if "num_patches" in group:  # pictures of one size, in one or more crops
+    if "num_patches" in group:  # pictures in one or more crops, of one size or of several
         sizes = group["num_patches"]
         fields = {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes(modality, sizes),
             "num_patches": MultiModalFieldConfig.batched(modality, keep_on_cpu=True),
         }
+        if "spatial_shapes" in group:
+            fields["spatial_shapes"] = MultiModalFieldConfig.flat_from_sizes(
+                modality, sizes, keep_on_cpu=True
+            )
     elif "audio_num_tokens" in group:
         fields = {name: MultiModalFieldConfig.batched(modality) for name in group}
     elif modality == "audio":
@@ -246,11 +250,8 @@ def as_items(modality: str, group: dict[str, Any]) -> list[Any]:
             "feature_attention_mask": MultiModalFieldConfig.batched("audio"),
         }
     else:
-        pixels, grid = (
-            ("pixel_values", "image_grid_thw")
-            if modality == "image"
-            else ("pixel_values_videos", "video_grid_thw")
-        )
+        pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
+        grid = next(name for name in group if "_grid_" in name)
         fields = {
             pixels: MultiModalFieldConfig.flat_from_sizes(modality, group[grid].prod(-1)),
             grid: MultiModalFieldConfig.batched(modality, keep_on_cpu=True),
