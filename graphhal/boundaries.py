@@ -34,7 +34,7 @@ class Boundaries:
     spare_slots: int = 0
 
     def __post_init__(self) -> None:
-        ends = tuple(_as_int(end, f"end {index}") for index, end in enumerate(self.ends))
+        ends = _as_ints(self.ends, "end {}")
         object.__setattr__(self, "ends", ends)
         if not ends:
             raise BoundariesError("boundaries need at least one end; an empty group has none")
@@ -54,7 +54,7 @@ class Boundaries:
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> "Boundaries":
         """Boundaries of sequences of these lengths (rows each, all above zero)."""
-        checked = [_as_int(length, f"length {i}") for i, length in enumerate(lengths)]
+        checked = _as_ints(lengths, "length {}")
         for index, length in enumerate(checked):
             if length <= 0:
                 raise BoundariesError(f"length {index} is {length}; a sequence has 1 row or more")
@@ -67,7 +67,7 @@ class Boundaries:
         A tail of zeros, or a repeated last end, is how other systems pad the array: both are
         dropped. Rows past the last end (`rows`) become one sequence of their own.
         """
-        values = [_as_int(value, f"cu_seqlens[{i}]") for i, value in enumerate(cu_seqlens)]
+        values = list(_as_ints(cu_seqlens, "cu_seqlens[{}]"))
         if not values or values[0] != 0:
             raise BoundariesError(f"cu_seqlens must start with 0, got {_shown(tuple(values))}")
         while len(values) > 2 and values[-1] == 0:
@@ -154,6 +154,13 @@ def _cut(start: int, rows: int, pieces: int, longest: int) -> Iterator[int]:
     for left in range(pieces - 1, -1, -1):
         end = min(end + longest, last - left)
         yield end
+
+
+def _as_ints(values: Iterable[object], what: str) -> tuple[int, ...]:
+    given = tuple(values)
+    if all(type(value) is int for value in given):  # every new group of sizes comes by here
+        return given  # type: ignore[return-value]
+    return tuple(_as_int(value, what.format(index)) for index, value in enumerate(given))
 
 
 def _as_int(value: object, what: str) -> int:

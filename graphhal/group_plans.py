@@ -150,7 +150,8 @@ def check_items(adapter: EncoderAdapter, items: Sequence[ItemSpec]) -> None:
             )
         sequences = item.sequences.values()
         sizes = (item.rows, item.tokens, item.frames, item.row_offset, *chain(*sequences))
-        if not all(isinstance(size, Integral) for size in sizes):  # a tensor adds up in place
+        # A tensor adds up in place. Asking for the type first saves a microsecond a sequence.
+        if not all(type(size) is int or isinstance(size, Integral) for size in sizes):
             raise AdapterError(
                 f"{adapter.name}: sizes of item {item.index} must be host integers, got {item}"
             )

@@ -300,13 +300,13 @@ class Qwen3OmniVision(EncoderAdapter):
         grid[..., 0] = np.arange(h).reshape(blocks[0], 1, self.merge, 1)
         grid[..., 1] = np.arange(w).reshape(1, blocks[1], 1, self.merge)
         positions = grid.reshape(-1, 2)
-        rows, columns = positions.T
+        rows, columns = positions.T.astype(np.intp)
         (row_taps, row_weights), (column_taps, column_weights) = map(self._taps, (h, w))
-        # Four taps a patch: both rows' first and second, with the columns' first and second each.
-        indices = (row_taps * np.int32(self.table_side)).repeat(2, axis=1)[rows]
-        indices += np.tile(column_taps, 2)[columns]
-        weights = row_weights.repeat(2, axis=1)[rows]
-        weights *= np.tile(column_weights, 2)[columns]
+        # Four taps a patch: the row's first and second, with the column's first and second each.
+        indices = (row_taps * np.int32(self.table_side)).repeat(2, axis=1).take(rows, axis=0)
+        indices += np.tile(column_taps, 2).take(columns, axis=0)
+        weights = row_weights.repeat(2, axis=1).take(rows, axis=0)
+        weights *= np.tile(column_weights, 2).take(columns, axis=0)
         arrays = (positions, indices, weights)
         for array in arrays:
             array.flags.writeable = False
