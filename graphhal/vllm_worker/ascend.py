@@ -24,6 +24,7 @@ from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, executor, ranks, towers
 from graphhal.vllm_worker.limits import merged
 from graphhal.vllm_worker.plugin import wants_encoder_graphs
+from graphhal.vllm_worker.protocol import has_protocol
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
 from graphhal.vllm_worker.refusals import own_code_fails
 from graphhal.vllm_worker.touched import spelled
@@ -47,8 +48,6 @@ HOOK_POINTS = {
 WORKER_HOOK_POINTS = {WORKER: "(self)"}
 """The same, of the module that is watched."""
 
-_said: set[str] = set()
-
 
 def build(vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any) -> Any | None:
     """An executor in place of vllm-ascend's manager; None where that one shall serve.
@@ -61,26 +60,15 @@ def build(vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
     """
     if not wants_encoder_graphs(vllm_config):
         return None
-    has_protocol = model is None or hasattr(model, "encoder_cudagraph_forward")
-    reason = _refusal(vllm_config, device, dtype, model, has_protocol)
+    reason = _refusal(vllm_config, device, dtype, model)
     if reason is None:
         return executor.build(vllm_config, device, dtype, model)
-    served = "vllm-ascend's own encoder graphs serve it" if has_protocol else "it runs eagerly"
-    if reason not in _said:
-        _said.add(reason)
-        log.warning("graphhal: %s: %s: %s", type(model).__name__, served, reason)
-    if has_protocol:
-        return None
-    return executor.EncoderGraphExecutor(
-        vllm_config, device, dtype, model, None, Settings(), reason
-    )
+    return executor.declined(vllm_config, device, dtype, model, reason, "vllm-ascend's")
 
 
-def _refusal(
-    vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any, has_protocol: bool
-) -> str | None:
+def _refusal(vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any) -> str | None:
     settings = towers.settings_of(vllm_config)
-    if settings.platform != PLATFORM and has_protocol:
+    if settings.platform != PLATFORM and has_protocol(model):
         return f"to have graphhal's, set platform to {PLATFORM}"
     problem = hook_point_problem()
     if problem is not None:

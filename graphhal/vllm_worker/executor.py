@@ -28,7 +28,9 @@ from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, memory, ranks, touched, towers
 from graphhal.vllm_worker.limits import merged, most_tokens, with_free_slots
 from graphhal.vllm_worker.metrics import Reporter
+from graphhal.vllm_worker.once import warn_once
 from graphhal.vllm_worker.plugin import join_vllms_log, wants_encoder_graphs
+from graphhal.vllm_worker.protocol import has_protocol
 from graphhal.vllm_worker.refusals import (
     KNOWN_MODALITIES,
     SIGHT_KEYS,
@@ -59,7 +61,6 @@ PER_ITEM = (
 """How keys end that have one entry for each item of a group."""
 
 _alive: "weakref.WeakSet[EncoderGraphExecutor]" = weakref.WeakSet()
-_said: set[str] = set()
 
 
 def build(
@@ -76,20 +77,47 @@ def build(
     if not wants_encoder_graphs(vllm_config):
         return None
     join_vllms_log()
-    has_protocol = model is None or hasattr(model, "encoder_cudagraph_forward")
     problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
     if problem is None:
         made = _made(vllm_config, device, dtype, model)
         if isinstance(made, EncoderGraphExecutor):
             return made
         problem = made
-    served = "vLLM's own encoder graphs serve it" if has_protocol else "it runs eagerly"
-    if problem not in _said:
-        _said.add(problem)
-        log.warning("graphhal: %s is not served, %s: %s", type(model).__name__, served, problem)
-    if has_protocol:
+    return declined(vllm_config, device, dtype, model, problem)
+
+
+def leave(
+    manager: type, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
+) -> "EncoderGraphExecutor | None":
+    """As `build`, where a package derived the manager: its runner may call more than was read."""
+    if not wants_encoder_graphs(vllm_config):
         return None
-    return EncoderGraphExecutor(vllm_config, device, dtype, model, None, Settings(), problem)
+    name = f"{manager.__module__}.{manager.__qualname__}"
+    reason = f"{name} is derived from vLLM's manager, and was not read"
+    return declined(vllm_config, device, dtype, model, reason, "its")
+
+
+def declined(
+    vllm_config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    model: Any,
+    reason: str,
+    whose: str = "vLLM's",
+) -> "EncoderGraphExecutor | None":
+    """What stands for an executor where graphhal does not serve; said once for a reason.
+
+    Returns:
+        None where the model has the protocol, for a manager that is not graphhal's; else an
+        executor that replays nothing, since no other could serve the model.
+    """
+    join_vllms_log()
+    has_other = has_protocol(model)
+    served = f"{whose} own encoder graphs serve it" if has_other else "it runs eagerly"
+    warn_once(log, f"graphhal: {type(model).__name__} is not served, {served}", reason)
+    if has_other:
+        return None
+    return EncoderGraphExecutor(vllm_config, device, dtype, model, None, Settings(), reason)
 
 
 def _made(

@@ -8,13 +8,15 @@ the configuration is looked for in the frames of the importer:
 * V2 runners always import it. Where the configuration in sight says off, nothing is replaced.
 
 What is replaced is `EncoderCudaGraphManager.__new__`: whoever constructs a manager, under whatever
-name it was imported, gets graphhal's executor, or vLLM's own manager where graphhal declines.
+name it was imported, gets graphhal's executor, or vLLM's own manager where graphhal declines, as it
+does where a package that was not read derived the manager.
 """
 
 import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -184,8 +186,11 @@ def _construct(cls: type, *args: Any, **kwargs: Any) -> Any:
     """What `EncoderCudaGraphManager(...)` gives: graphhal's executor, or their own manager."""
     from graphhal.vllm_worker import ascend, executor
 
-    theirs = cls.__module__.partition(".")[0] == ascend.PACKAGE
-    build: Callable[..., Any] = ascend.build if theirs else executor.build
+    build: Callable[..., Any] = executor.build
+    if cls.__module__.partition(".")[0] == ascend.PACKAGE:
+        build = ascend.build
+    elif cls.__module__ != ENCODER_CUDAGRAPH:
+        build = partial(executor.leave, cls)
     try:
         arguments = signature(build).bind(*args, **kwargs).arguments
     except TypeError:  # no release that was read constructs it like this; `build` says so

@@ -11,6 +11,11 @@ AXIS_KEYS = "encoder_cudagraph_axis_keys"
 """Where a model leaves its resolved capture axes among the selected kwargs (0.30 on)."""
 
 
+def has_protocol(model: Any) -> bool:
+    """Whether vLLM's own manager can serve a model; one that is not known (None) may have it."""
+    return model is None or hasattr(model, "encoder_cudagraph_forward")
+
+
 @dataclass(frozen=True, slots=True)
 class PathRule:
     """Budgets of one of a model's paths.

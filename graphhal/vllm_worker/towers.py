@@ -18,7 +18,8 @@ from graphhal.settings import ENV_PREFIX, Settings
 from graphhal.vllm_worker import compatibility, touched
 from graphhal.vllm_worker.held_tower import PACKED_BACKENDS, backend_of
 from graphhal.vllm_worker.limits import Limits, limits_of
-from graphhal.vllm_worker.protocol import Dialect
+from graphhal.vllm_worker.once import warn_once
+from graphhal.vllm_worker.protocol import Dialect, has_protocol
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
 from graphhal.vllm_worker.refusals import (
     EAGER_STEPS,
@@ -53,7 +54,6 @@ Combine = Callable[
 ]
 
 _declared: set[type] = set()
-_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,7 @@ def _declare(model_class: type) -> None:
     name = model_class.__qualname__
     problem = compatibility.problem((*touched.MANAGER, *touched.PROTOCOL))
     if problem is not None:
-        if problem not in _said:
-            _said.add(problem)
-            log.warning("graphhal: %s is not served, it runs eagerly: %s", name, problem)
+        warn_once(log, f"graphhal: {name} is not served, it runs eagerly", problem)
         return
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 
@@ -276,7 +274,7 @@ def _wrap_vision(
 def _opted_in(model: Any) -> tuple[str, type] | None:
     """The opt-in name of a model without the protocol, and its class that was read; None for
     models with the protocol."""
-    if hasattr(model, "encoder_cudagraph_forward"):
+    if has_protocol(model):
         return None
     for name, classes in OPT_IN.items():
         for module_name, class_name in classes:

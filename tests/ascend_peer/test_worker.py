@@ -126,7 +126,7 @@ def test_a_model_whose_code_for_graphs_fails_keeps_its_manager(
         raise ValueError("broken")
 
     monkeypatch.setattr(towers, "limits_of", broken)
-    with vllm_on_cpu.log_of("graphhal.vllm_worker.ascend", caplog):
+    with vllm_on_cpu.log_of("graphhal.vllm_worker", caplog):
         assert type(manager(opted_in, small("qwen3_vl", opted_in))) is EncoderAclGraphManager
     assert "its own code for graphs fails: ValueError('broken')" in caplog.text
 
@@ -135,7 +135,7 @@ def test_another_release_of_vllm_ascend_keeps_its_manager(
     opted_in: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ascend, "RELEASES", ("0.9",))
-    with vllm_on_cpu.log_of("graphhal.vllm_worker.ascend", caplog):
+    with vllm_on_cpu.log_of("graphhal.vllm_worker", caplog):
         made = manager(opted_in, small("qwen3_vl", opted_in))
     assert type(made) is EncoderAclGraphManager
     assert "vllm-ascend 0.9 was expected, found 0.26" in caplog.text

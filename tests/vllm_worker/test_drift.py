@@ -29,10 +29,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     """Lines that an operator sees, as if none had been said before."""
     import vllm_on_cpu as on_cpu
 
-    from graphhal.vllm_worker import executor, towers
+    from graphhal.vllm_worker import once
 
-    monkeypatch.setattr(executor, "_said", set())
-    monkeypatch.setattr(towers, "_said", set())
+    monkeypatch.setattr(once, "_said", set())
     with on_cpu.log_of("graphhal", caplog):
         yield lambda: [
             r.getMessage()
@@ -69,14 +68,14 @@ def test_a_name_that_is_not_as_it_was_leaves_vllms_own_manager(
     import vllm_on_cpu as on_cpu
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-    from graphhal.vllm_worker import executor
+    from graphhal.vllm_worker import once
 
     methods = [name for name in (*touched.MANAGER, *touched.PROTOCOL) if "." in name.split(":")[1]]
     model = on_cpu.qwen3_vl(engine)
     for number, name in enumerate([*methods, *LOOKED_UP_LATE]):
         with monkeypatch.context() as patch:
             replace(patch, name, how)
-            patch.setattr(executor, "_said", set())
+            patch.setattr(once, "_said", set())
             for _ in range(2):
                 assert type(constructed(engine, model)) is EncoderCudaGraphManager, name
         lines = warnings()
@@ -112,6 +111,34 @@ def test_a_constructor_with_other_arguments_is_left_to_vllm(
     assert manager.pool == 7
     (line,) = warnings()
     assert "__init__ was expected as (self, vllm_config, device, dtype, model), found" in line
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_manager_that_another_package_derived_is_left_to_it(
+    engine: Any, known: bool, warnings: Any
+) -> None:
+    """Its runner may call what graphhal's executor does not have."""
+    import torch
+    import vllm_on_cpu as on_cpu
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    def __init__(self: Any, vllm_config: Any, device: Any, dtype: Any, model: Any) -> None:
+        self.device = device
+
+    derived = type(
+        "DerivedManager", (EncoderCudaGraphManager,), {"__module__": "x.y", "__init__": __init__}
+    )
+    model = on_cpu.qwen3_vl(engine) if known else types.SimpleNamespace()
+    manager = derived(engine, torch.device("cpu"), torch.float32, model)
+    (line,) = warnings()
+    assert line.endswith("x.y.DerivedManager is derived from vLLM's manager, and was not read")
+    if known:
+        assert type(manager) is derived
+        assert manager.device == torch.device("cpu")
+    else:  # it has no protocol: none but graphhal's could serve it
+        assert manager.execute({"pixel_values": 1}) is None
+    engine.compilation_config.cudagraph_mm_encoder = False
+    assert type(derived(engine, torch.device("cpu"), torch.float32, model)) is derived
 
 
 def test_a_manager_of_another_name_is_left_to_vllm(
