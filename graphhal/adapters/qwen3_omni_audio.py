@@ -73,7 +73,7 @@ class Qwen3OmniAudio(EncoderAdapter):
         self.encoder = encoder
         self.width = 2 * int(encoder.n_window)
         self.mel = int(encoder.num_mel_bins)
-        self.window_tokens = _after_convolutions(self.width)
+        self.window_tokens = after_convolutions(self.width)
         self.attention_tokens = self.window_tokens * (int(encoder.n_window_infer) // self.width)
         if self.attention_tokens < 1:
             raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
@@ -168,12 +168,12 @@ class Qwen3OmniAudio(EncoderAdapter):
 
     def _tokens(self, frames: int) -> int:
         whole, rest = divmod(frames, self.width)
-        return whole * self.window_tokens + _after_convolutions(rest)
+        return whole * self.window_tokens + after_convolutions(rest)
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Groups whose every clip is shorter than a window: eager pads those to a shorter one, and
         the last places see the convolutions' own zeros instead of what those make of zeros."""
-        if _width_of(items) == self.width:
+        if width_of(items) == self.width:
             return None
         return f"every clip is shorter than a window of {self.width} frames"
 
@@ -225,7 +225,7 @@ class Qwen3OmniAudio(EncoderAdapter):
         Only a clip's last window has unused places, so a clip's used ones are consecutive.
         Padding gathers place 0 again, into sequences of its own, and frame 0, which is masked.
         """
-        places, first, parts = _after_convolutions(_width_of(items)), 0, []
+        places, first, parts = after_convolutions(width_of(items)), 0, []
         windows = sum(item.rows for item in items)
         index = np.zeros(windows * self.width, dtype=np.int32)
         used = np.zeros(windows * self.width, dtype=np.bool_)
@@ -233,7 +233,7 @@ class Qwen3OmniAudio(EncoderAdapter):
         for item in items:
             parts.append(np.arange(first, first + item.tokens, dtype=np.int64))
             first += item.rows * places
-            own, at = _frames_of(item), row * self.width
+            own, at = frames_of(item), row * self.width
             index[at : at + own] = np.arange(frame, frame + own, dtype=np.int32)
             used[at : at + own] = True
             frame, row = frame + own, row + item.rows
@@ -271,11 +271,11 @@ class Qwen3OmniAudio(EncoderAdapter):
     ) -> dict[str, torch.Tensor]:
         """Windows of the width that the request has, which is shorter in a group of short clips."""
         features, _ = self._features(mm_kwargs)
-        width, at = _width_of(items), 0
+        width, at = width_of(items), 0
         shape = (sum(item.rows for item in items), self.mel, width)
         windows = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for item in items:
-            whole, rest = divmod(_frames_of(item), width)
+            whole, rest = divmod(frames_of(item), width)
             if whole:
                 full = features.narrow(1, item.row_offset, whole * width)
                 windows[at : at + whole] = full.view(self.mel, whole, width).transpose(0, 1)
@@ -317,7 +317,7 @@ class Qwen3OmniAudio(EncoderAdapter):
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
         """Normally distributed features on the encoder's device."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
-        lengths = [_frames_of(item) for item in items]
+        lengths = [frames_of(item) for item in items]
         shape = (self.mel, sum(lengths))
         features = torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
         return {"input_features": features, "feature_lens": lengths}
@@ -344,11 +344,11 @@ def _runs(items: Sequence[ItemSpec]) -> Iterator[tuple[int, int]]:
         if item.row_offset != end:
             yield start, end - start
             start = end = item.row_offset
-        end += _frames_of(item)
+        end += frames_of(item)
     yield start, end - start
 
 
-def _after_convolutions(frames: int) -> int:
+def after_convolutions(frames: int) -> int:
     """Places that the convolutions, padded by 1, make of `frames` frames."""
     for _ in range(CONVOLUTIONS):
         frames = (frames + 1) // 2
@@ -360,7 +360,7 @@ def _pads_alike(short: int, full: int) -> bool:
 
     So it is where each layer's places that the used ones read exist in both widths or in neither.
     """
-    used = _after_convolutions(short)
+    used = after_convolutions(short)
     for layer in range(1, CONVOLUTIONS):
         short, full = (short + 1) // 2, (full + 1) // 2
         read = used * 2 ** (CONVOLUTIONS - layer)
@@ -369,13 +369,14 @@ def _pads_alike(short: int, full: int) -> bool:
     return True
 
 
-def _width_of(items: Sequence[ItemSpec]) -> int:
+def width_of(items: Sequence[ItemSpec]) -> int:
     """Frames that the windows of the items' request are padded to."""
     signature: Any = items[0].signature
     return int(signature[1])
 
 
-def _frames_of(item: ItemSpec) -> int:
+def frames_of(item: ItemSpec) -> int:
+    """Mel frames of a clip."""
     signature: Any = item.signature
     return int(signature[0])
 

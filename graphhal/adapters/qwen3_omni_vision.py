@@ -284,7 +284,7 @@ class Qwen3OmniVision(EncoderAdapter):
         (rows, 4) float32."""
         frames: list[tuple[npt.NDArray[Any], ...]] = []
         for item in items:
-            h, w = _frame_size(item)
+            h, w = frame_size(item)
             frames += [self._frame_metadata(h, w)] * item.frames
         parts = (
             frames[0]
@@ -401,7 +401,7 @@ class Qwen3OmniVision(EncoderAdapter):
                 if not self.pixel_dtype.is_floating_point:
                     pixels = (pixels * 48 + 128).clamp(0, 255).to(self.pixel_dtype)
                 request[pixels_key] = pixels
-                request[grid_key] = [[item.frames, *_frame_size(item)] for item in own]
+                request[grid_key] = [[item.frames, *frame_size(item)] for item in own]
         return request
 
     def capture_case(self, capacity: Capacity) -> tuple[ItemSpec, ...] | None:
@@ -461,7 +461,8 @@ def _runs(items: Sequence[ItemSpec]) -> Iterator[tuple[str, int, int]]:
     yield KEYS[modality][0], start, end
 
 
-def _frame_size(item: ItemSpec) -> tuple[int, int]:
+def frame_size(item: ItemSpec) -> tuple[int, int]:
+    """Height and width of an item's frames, in patches."""
     signature: Any = item.signature
     return signature[1], signature[2]
 

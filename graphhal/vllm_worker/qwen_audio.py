@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from graphhal.adapter import Place
-from graphhal.adapters.qwen3_omni_audio import Qwen3OmniAudio
+from graphhal.adapters.qwen3_omni_audio import (
+    Qwen3OmniAudio,
+    after_convolutions,
+    frames_of,
+    width_of,
+)
 from graphhal.adapters.qwen3_omni_vision import BOUNDARIES, CACHED_GROUPS
 from graphhal.errors import AdapterError
 from graphhal.items import ItemSpec
@@ -29,7 +34,7 @@ class VllmQwenAudio(HeldTower, Qwen3OmniAudio):
         HeldTower.__init__(self, tower, kept)
         self.width = 2 * int(tower.n_window)
         self.mel = int(tower.num_mel_bins)
-        self.window_tokens = _after_convolutions(self.width)
+        self.window_tokens = after_convolutions(self.width)
         self.attention_tokens = self.window_tokens * (int(tower.n_window_infer) // self.width)
         if self.attention_tokens < 1:
             raise AdapterError(f"{self.name}: n_window_infer is shorter than one window")
@@ -48,12 +53,12 @@ class VllmQwenAudio(HeldTower, Qwen3OmniAudio):
         another rank), a silent window as wide comes last in its place.
         """
         features, _ = self._features(mm_kwargs)
-        lengths = [_frames(item) for item in items]
+        lengths = [frames_of(item) for item in items]
         parts = [
             features[:, item.row_offset : item.row_offset + length]
             for item, length in zip(items, lengths, strict=True)
         ]
-        width = _width(items)
+        width = width_of(items)
         if sum(lengths) < features.shape[1] and max(lengths) < width:
             parts.append(features.new_zeros(self.mel, width))
         self._eager_items = tuple(items)
@@ -92,33 +97,15 @@ class VllmQwenAudio(HeldTower, Qwen3OmniAudio):
 
     def _eager_forward(self, features: torch.Tensor) -> torch.Tensor:
         items = self._take_eager_items()
-        lengths, tokens = [_frames(item) for item in items], [item.tokens for item in items]
+        lengths, tokens = [frames_of(item) for item in items], [item.tokens for item in items]
         own = sum(tokens)
         silence = features.shape[1] - sum(lengths)
         if silence:
             lengths.append(silence)
-            tokens.append(_after_convolutions(silence))
+            tokens.append(after_convolutions(silence))
         output: torch.Tensor = self.tower(
             features,
             feature_lens=torch.tensor(lengths, device=self.device),
             aftercnn_lens=torch.tensor(tokens, device=self.device),
         )
         return output[:own] if silence else output
-
-
-def _frames(item: ItemSpec) -> int:
-    """Mel frames of a clip."""
-    signature: Any = item.signature
-    return int(signature[0])
-
-
-def _width(items: Sequence[ItemSpec]) -> int:
-    """Frames that the windows of the clips' request are padded to."""
-    signature: Any = items[0].signature
-    return int(signature[1])
-
-
-def _after_convolutions(frames: int) -> int:
-    for _ in range(3):
-        frames = (frames + 1) // 2
-    return frames

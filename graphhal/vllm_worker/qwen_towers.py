@@ -27,6 +27,7 @@ from graphhal.adapters.qwen3_omni_vision import (
     KEYS,
     PIXELS,
     Qwen3OmniVision,
+    frame_size,
 )
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, SequenceBound
@@ -99,7 +100,7 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         """Pictures with more places on a side than the rotary table has rows."""
         known = len(self.tower.rotary_pos_emb.cos_sin_cache)
         for item in items:
-            h, w = _frame(item)
+            h, w = frame_size(item)
             if max(h, w) > known:
                 return f"{h} x {w} patches are more than the rotary table's {known}"
         return None
@@ -169,7 +170,7 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         items = self._take_eager_items()
         if self._by_parts is None:  # comes before every capture of a ladder
             self._by_parts = self._parts_agree()
-        grid = [[item.frames, *_frame(item)] for item in items]
+        grid = [[item.frames, *frame_size(item)] for item in items]
         output: torch.Tensor = self.tower(
             pixels, grid if self.takes_metadata else torch.tensor(grid)
         )
@@ -293,7 +294,7 @@ class VllmQwen25Vision(VllmQwenVision):
         """`position_ids` (rows, 2) in the order of windows; `window_index` and its inverse."""
         positions, order, first = [], [], 0
         for item in items:
-            h, w = _frame(item)
+            h, w = frame_size(item)
             places, index, _ = self._frame_metadata(h, w)
             for _ in range(item.frames):
                 positions.append(places)
@@ -354,9 +355,3 @@ def _own_pixel_dtype(tower: Any) -> torch.dtype | None:
     if getattr(norm, "is_identity", True) is False:  # 0.30 names no dtype
         raw = torch.uint8
     return raw if isinstance(raw, torch.dtype) else None
-
-
-def _frame(item: ItemSpec) -> tuple[int, int]:
-    """Height and width of an item's frames, in patches."""
-    signature: Any = item.signature
-    return signature[1], signature[2]
