@@ -272,10 +272,11 @@ aclError enqueue(Stream *stream, Op op) {
   return 0;
 }
 
-aclError drain(const std::function<bool()> &done) {
+aclError drain(const std::function<bool()> &done, int32_t timeout_ms) {
   std::unique_lock<std::recursive_mutex> lock(mu);
-  auto until = std::chrono::steady_clock::now() +
-               std::chrono::milliseconds(setting("CANN_SIM_TIMEOUT_MS", 500));
+  long limit_ms = setting("CANN_SIM_TIMEOUT_MS", 500);
+  if (timeout_ms >= 0) limit_ms = std::min<long>(limit_ms, timeout_ms);
+  auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);
   for (;;) {
     pump();
     if (!device_error.empty()) {
@@ -373,7 +374,7 @@ aclError aclrtStreamGetId(aclrtStream handle, int32_t *id) {
   *id = stream_of(handle)->id;
   return 0;
 }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t) {
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
   Stream *stream = nullptr;
   {
     ENTER(ACL_ERROR_RT_MODEL_EXECUTE);
@@ -381,18 +382,19 @@ aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t) {
     trace("sync stream=%d", stream->id);
     if (aclError code = refuse_sync_in_capture(stream)) return code;
   }
-  return drain([=] { return stream->queue.empty(); });
+  return drain([=] { return stream->queue.empty(); }, timeout_ms);
 }
 aclError aclrtSynchronizeStream(aclrtStream handle) { return aclrtSynchronizeStreamWithTimeout(handle, -1); }
-aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
   {
     ENTER(ACL_ERROR_RT_MODEL_EXECUTE);
     trace("sync device");
     if (aclError code = refuse_sync_in_capture(nullptr)) return code;
   }
-  return drain([] {
+  auto idle = [] {
     return std::all_of(streams.begin(), streams.end(), [](Stream *s) { return s->queue.empty(); });
-  });
+  };
+  return drain(idle, timeout_ms);
 }
 aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }
 aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {

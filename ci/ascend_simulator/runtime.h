@@ -99,7 +99,7 @@ Stream *default_stream();
 aclError enqueue(Stream *stream, Op op);
 bool pump();  // run what can run; whether anything ran
 void pump_if_polled(int &idle_queries, const std::function<bool()> &done);
-aclError drain(const std::function<bool()> &done);  // call without the lock
+aclError drain(const std::function<bool()> &done, int32_t timeout_ms = -1);  // call without the lock
 bool any_capture();
 aclError refuse_sync_in_capture(Stream *stream);  // null: the whole device
 void report_device_error(const std::string &why);

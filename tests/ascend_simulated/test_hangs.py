@@ -2,19 +2,25 @@
 once it goes on."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any
 
 import pytest
 import torch
 
+from graphhal.discovery import bind
 from graphhal.errors import CaptureError
-from graphhal.npu import acl_errors, recording
+from graphhal.npu import acl_errors, plugin, recording
 from graphhal.npu.task_update import lane_of
 from graphhal.platform import CapturedGraph, HostUpdate, Platform
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.direct_request import a_request
 from tests.ascend_simulated.encoders import Twins, serves, twins
+from tests.toy_encoder import images
 
 WAIT = 0.3
 GIVEN_UP = f"the device did not finish within {WAIT} s"
@@ -224,3 +230,32 @@ def test_a_capture_does_not_wait_for_a_replay_that_hangs(
     flags.go_on()
     platform.release([graph])
     assert trace.hazards() == []
+
+
+def waits_for_a_request_that_hangs() -> None:
+    """A process of its own, whose first replay while serving does not end; ends with the wait."""
+    info = plugin.graphhal_probe()
+    tower = twins("toy", bind(plugin, info, "npu"), self_check="off")
+    with pytest.MonkeyPatch.context() as patched:
+        hang_at("later replay", tower, Flags(), patched)
+        tower.graphs.capture()
+    tower.graphs.run(images(2, 3))
+    assert tower.graphs.stats()["hits"] == {"image": 2}
+    began = monotonic()
+    with pytest.raises(RuntimeError, match="507046"):
+        torch.npu.current_stream().synchronize()
+    print(f"{monotonic() - began:.1f} s", flush=True)
+    os._exit(0)  # an ordinary end waits for the device
+
+
+def test_an_option_of_torch_npu_bounds_the_wait_for_a_stream_whose_replay_hangs() -> None:
+    program = (
+        "from tests.ascend_simulated import test_hangs as t; t.waits_for_a_request_that_hangs()"
+    )
+    options = {"ACL_STREAM_TIMEOUT": "700", "CANN_SIM_TIMEOUT_MS": "20000", "CANN_SIM_LAZY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **options},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "0.7 s"
