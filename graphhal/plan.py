@@ -16,6 +16,11 @@ WORTHWHILE = 0.03
 one replay differ by 1-2 % on an H200, and fewer, fuller graphs round as eager does more often."""
 
 
+LONE_ROOM = 1 / 8
+"""Share by which a lone graph may be larger than the smallest one that holds a group and still be
+preferred: attention of one image of 1600 tokens took 0.67 of the time on an H200."""
+
+
 class MissReason(StrEnum):
     """Why items ran eagerly; every miss is counted under one of these."""
 
@@ -76,6 +81,8 @@ class Capacity:
         tokens: output rows (the token budget).
         items: items at most.
         sequences: per boundary set, its bound.
+        lone_from: rows from which a sequence that is alone is attended to by another kernel, in
+            graphs of two slots (it and its padding) and eagerly; `PlatformInfo.lone_sequence_from`.
     """
 
     key: GraphKey
@@ -83,6 +90,20 @@ class Capacity:
     tokens: int
     items: int
     sequences: Mapping[str, SequenceBound]
+    lone_from: int | None = None
+
+    @property
+    def lone(self) -> bool:
+        """It is captured with the kernel for one sequence and its padding."""
+        return any(map(self._is_lone, self.sequences))
+
+    def _is_lone(self, name: str) -> bool:
+        bound = self.sequences[name]
+        return (
+            self.lone_from is not None
+            and bound.slots <= 2
+            and bound.max_seqlen >= bound.rows >= self.lone_from
+        )
 
     @classmethod
     def of(cls, items: Sequence[ItemSpec], key: GraphKey) -> "Capacity":
@@ -133,8 +154,13 @@ class Capacity:
     def is_exact_for(self, items: Sequence[ItemSpec]) -> bool:
         """Whether the items leave no padding row, so that a replay does the eager arithmetic."""
         return sum(item.rows for item in items) == self.rows and all(
-            sum(v) == self.sequences[n].rows for n, v in _lengths(items).items()
+            sum(lengths) == self.sequences[name].rows
+            and self._eager_is_lone(lengths) == self._is_lone(name)
+            for name, lengths in _lengths(items).items()
         )
+
+    def _eager_is_lone(self, lengths: Sequence[int]) -> bool:
+        return self.lone_from is not None and len(lengths) == 1 and lengths[0] >= self.lone_from
 
     def attention_work(self, items: Sequence[ItemSpec]) -> int:
         """Sum of the squared sequence lengths that attention computes, padding included."""
@@ -216,7 +242,7 @@ class Planner:
         without: MissReason = MissReason.NO_GRAPHS,
     ) -> None:
         self._ladders: dict[str, list[Capacity]] = {}
-        for capacity in sorted(capacities, key=lambda c: (c.rows, c.tokens, c.items, c.key)):
+        for capacity in sorted(capacities, key=lambda c: (c.rows, c.tokens, not c.lone, c.key)):
             self._ladders.setdefault(capacity.key.path, []).append(capacity)
         self._policy = policy
         self._path_of = path_of
@@ -260,16 +286,24 @@ class Planner:
     def _smallest(
         self, ladder: Sequence[Capacity], items: Sequence[ItemSpec]
     ) -> Capacity | MissReason:
-        """The smallest graph that holds the items, or why the largest one does not."""
+        """The smallest graph that holds the items, or a lone one that is hardly larger; else why
+        the largest one does not."""
         reason = self._without
+        smallest: Capacity | None = None
         for capacity in ladder:
+            if smallest is not None:
+                if smallest.lone or capacity.rows > smallest.rows * (1 + LONE_ROOM):
+                    return smallest
+                if not capacity.lone:
+                    continue
             misfit = capacity.misfit(items, self._allow_empty)
             if misfit is None and self._exact_only and not capacity.is_exact_for(items):
                 misfit = MissReason.NOT_EXACT
             if misfit is None:
-                return capacity
-            reason = misfit
-        return reason
+                smallest = capacity
+            else:
+                reason = misfit
+        return reason if smallest is None else smallest
 
     def _by_frames(self, ladder: Sequence[Capacity], items: Sequence[ItemSpec]) -> Plan | None:
         """Successive frames, as many a replay as a graph holds; None where one is too much."""

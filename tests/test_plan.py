@@ -34,6 +34,7 @@ def capacity(
     path: str = "image",
     windows: int = 64,
     axes: tuple[tuple[str, int], ...] = (),
+    lone_from: int | None = None,
 ) -> Capacity:
     rows = budget * MERGE
     return Capacity(
@@ -45,6 +46,7 @@ def capacity(
             FULL: SequenceBound(rows, slots, longest or rows),
             WINDOWED: SequenceBound(rows, windows, 4),
         },
+        lone_from,
     )
 
 
@@ -479,3 +481,46 @@ def test_measured_keeps_the_smallest_graph_where_another_saves_next_to_nothing()
     ladder = (capacity(4), capacity(8))
     costs = cost_table({ladder[0].key: 1.0, ladder[1].key: 0.99}, {})
     assert sizes(planner(*ladder, policy=Policy.MEASURED, costs=costs).plan(group(4))) == [(4, [4])]
+
+
+def lone_ladder(*lone: int, several: tuple[int, ...] = (16, 18, 20, 24)) -> list[Capacity]:
+    """Graphs of several items, and of one from 16 tokens on, in the order of nothing."""
+    start = 16 * MERGE
+    ladder = [capacity(size, lone_from=start) for size in several]
+    own = [capacity(size, items=1, slots=2, axes=(("items", 1),), lone_from=start) for size in lone]
+    return [*ladder, *own][::-1]
+
+
+def taken(ladder: list[Capacity], *tokens: int, **options) -> str:
+    (step,) = planner(*ladder, **options).plan(group(*tokens)).steps
+    return str(step.capacity.key) if isinstance(step, Replay) else str(step.reason)
+
+
+@pytest.mark.parametrize("policy", [Policy.SINGLE, Policy.PACKED, Policy.MEASURED])
+@pytest.mark.parametrize(
+    ("tokens", "graph"),
+    [
+        ((16,), "toy/image[18,items=1]"),  # an eighth larger
+        ((17,), "toy/image[18,items=1]"),  # equally large
+        ((19,), "toy/image[20]"),  # 24 is a fifth larger than 20
+        ((21,), "toy/image[24,items=1]"),
+        ((8, 8), "toy/image[16]"),
+        ((9, 9), "toy/image[18]"),
+    ],
+)
+def test_one_item_takes_a_lone_graph_that_is_hardly_larger(tokens, graph, policy):
+    assert taken(lone_ladder(18, 24), *tokens, policy=policy) == graph
+
+
+def test_more_than_the_largest_graph_is_told_as_such():
+    assert taken(lone_ladder(24), 25) == MissReason.TOO_MANY_ROWS
+    assert taken(lone_ladder(24), *[2] * 9) == MissReason.TOO_MANY_ITEMS
+
+
+def test_a_graph_of_several_is_not_exact_for_a_lone_sequence():
+    """Eager attends to it by the kernel of lone ones, which rounds otherwise."""
+    assert taken(lone_ladder(18, 24), 24, exact_only=True) == "toy/image[24,items=1]"
+    assert taken(lone_ladder(18), 24, exact_only=True) == MissReason.NOT_EXACT
+    assert taken(lone_ladder(18), 12, 12, exact_only=True) == "toy/image[24]"
+    below = [capacity(8, lone_from=16 * MERGE)]
+    assert taken(below, 8, exact_only=True) == "toy/image[8]"

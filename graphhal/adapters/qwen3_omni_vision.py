@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from math import isqrt, prod
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,9 @@ MAX_FRAME_PATCHES = 4096
 A video graph has a slot for every frame, and a kernel's work grows with slots x bound."""
 VIDEO_LADDER_STEPS = 4
 """Budgets in each doubling of the video ladder; frame chunks fill a graph better than images do."""
+LONE_LADDER_STEPS = 8
+"""Budgets in each doubling of the ladder of lone images: a graph takes 3.5 MiB of the driver's and,
+with its self-check, a second at start-up."""
 CACHED_FRAME_SIZES = 64
 """Frame sizes (h, w) whose host metadata is kept; one of 4096 tokens takes 640 KiB."""
 CACHED_SIDES = 256
@@ -228,44 +232,42 @@ class Qwen3OmniVision(EncoderAdapter):
         """A dense ladder for images, large ones alone in a graph of their own where that is faster,
         and a coarser ladder for videos."""
         ladder = {"image": self._image_capacities, "video": self._video_capacities}
-        videos = token_budgets(settings, VIDEO_LADDER_STEPS, VIDEO_LADDER_STEPS)
-        budgets = {"image": token_budgets(settings), "video": videos}
         unknown = set(self.modalities) - set(ladder)
         if unknown:
             raise SettingsError(
                 f"{self.name}: unknown modality {min(unknown)!r}; known: image, video"
             )
-        return tuple(
-            capacity
-            for modality in self.modalities
-            for budget in budgets[modality]
-            for capacity in ladder[modality](budget, settings)
-        )
+        return tuple(chain.from_iterable(ladder[name](settings) for name in self.modalities))
 
-    def _image_capacities(self, budget: int, settings: Settings) -> Iterator[Capacity]:
-        items = min(settings.max_items, budget)
-        yield self._image_capacity(budget, items, ())
-        lone = self.lone_sequence_from
-        if lone is not None and budget * self.merge_area >= lone and items > 1:
-            yield self._image_capacity(budget, 1, (("items", 1),))
+    def _image_capacities(self, settings: Settings) -> Iterator[Capacity]:
+        for budget in token_budgets(settings):
+            yield self._image_capacity(budget, min(settings.max_items, budget))
+        if self.lone_sequence_from is not None and settings.max_items > 1:
+            for budget in token_budgets(settings, LONE_LADDER_STEPS, LONE_LADDER_STEPS):
+                if budget * self.merge_area >= self.lone_sequence_from:
+                    yield self._image_capacity(budget, 1, (("items", 1),))
 
     def _image_capacity(
-        self, budget: int, items: int, axes: tuple[tuple[str, int], ...]
+        self, budget: int, items: int, axes: tuple[tuple[str, int], ...] = ()
     ) -> Capacity:
         rows = budget * self.merge_area
         bound = SequenceBound(rows=rows, slots=min(items + 1, budget), max_seqlen=rows)
         key = GraphKey(self.name, "image", budget, axes)
-        return Capacity(key, rows, budget, items, {BOUNDARIES: bound})
-
-    def _video_capacities(self, budget: int, settings: Settings) -> Iterator[Capacity]:
-        rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
-        longest = min(rows, MAX_FRAME_PATCHES)
-        padding = -(-(budget - frames) * self.merge_area // longest)
-        bound = SequenceBound(rows=rows, slots=frames + padding, max_seqlen=longest)
-        items = min(settings.max_items, frames)
-        yield Capacity(
-            GraphKey(self.name, "video", budget), rows, budget, items, {BOUNDARIES: bound}
+        return Capacity(
+            key, rows, budget, items, {BOUNDARIES: bound}, lone_from=self.lone_sequence_from
         )
+
+    def _video_capacities(self, settings: Settings) -> Iterator[Capacity]:
+        for budget in token_budgets(settings, VIDEO_LADDER_STEPS, VIDEO_LADDER_STEPS):
+            rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
+            longest = min(rows, MAX_FRAME_PATCHES)
+            padding = -(-(budget - frames) * self.merge_area // longest)
+            bound = SequenceBound(rows=rows, slots=frames + padding, max_seqlen=longest)
+            items = min(settings.max_items, frames)
+            key = GraphKey(self.name, "video", budget)
+            yield Capacity(
+                key, rows, budget, items, {BOUNDARIES: bound}, lone_from=self.lone_sequence_from
+            )
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
         """Patches in the encoder's dtype; positions, interpolation and boundaries packed."""

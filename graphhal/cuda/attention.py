@@ -116,16 +116,28 @@ def lone_attention(
     that PyTorch 2.11 prepares anew at every call, for 40 ms. So the boundary goes into further head
     dims: a query has ones where another sequence's keys have `APART`, and zeros are all that is
     added to the scores within a sequence. Values must be finite in every row.
+
+    cuDNN prepares every number of rows for 60 ms and keeps that for good. So rows are rounded up,
+    to 16 numbers in each doubling; the graphs of the default ladder have such numbers.
     """
-    rows = torch.arange(query.shape[0], dtype=cu_seqlens.dtype, device=query.device)
+    count = query.shape[0]
+    missing = -count % (1 << max(0, (count - 1).bit_length() - 5))
+    if missing:
+        query, key, value = (
+            functional.pad(tensor, (0, 0, 0, 0, 0, missing)) for tensor in (query, key, value)
+        )
+    rows = torch.arange(count + missing, dtype=cu_seqlens.dtype, device=query.device)
     dims = torch.arange(LONE_DIMS, device=query.device)
-    own = ((rows >= cu_seqlens[1])[:, None] == dims).to(query.dtype)[:, None]
-    shape = (*query.shape[:2], LONE_DIMS)
+    sequence = rows >= cu_seqlens[1]
+    if missing:
+        sequence = sequence.to(cu_seqlens.dtype) + (rows >= count)
+    own = (sequence[:, None] == dims).to(query.dtype)[:, None]
+    shape = (count + missing, query.shape[1], LONE_DIMS)
     query = torch.cat([query, (1 - own).expand(shape)], dim=-1)
     key = torch.cat([key, (own * APART).expand(shape)], dim=-1)
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     output = dense(query, key, value, scale)
-    return output[0].transpose(0, 1)
+    return output[0].transpose(0, 1)[:count]
 
 
 def masked_attention(

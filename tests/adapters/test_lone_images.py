@@ -69,3 +69,27 @@ def test_graphs_of_one_item_are_not_captured_twice(graphs):
     settings = graphs.settings.model_copy(update={"max_items": 1})
     ladder = graphs.adapter.capacities(settings)
     assert [c.key.size for c in ladder if c.key.path == "image"] == [16, 32, 48]
+
+
+def test_the_default_ladder_has_half_as_many_of_them(graphs):
+    settings = Settings(max_tokens=1024)
+    ladder = [c for c in graphs.adapter.capacities(settings) if c.key.path == "image"]
+    sizes = {lone: [c.key.size for c in ladder if c.lone is lone] for lone in (True, False)}
+    assert sizes[True][0] == FROM // graphs.adapter.merge_area
+    assert sizes[True][-3:] == [896, 960, 1024]
+    assert sizes[False][-3:] == [960, 992, 1024]
+    assert set(sizes[True]) < set(sizes[False])
+
+
+@pytest.mark.parametrize("items", [1, 3])
+def test_a_film_of_one_large_frame_is_exact_in_no_graph_of_several_slots(graphs, items):
+    """Eager attends to it by the kernel of lone sequences."""
+    settings = graphs.settings.model_copy(update={"max_items": items})
+    rows = torch.zeros(FROM, graphs.adapter.patch_width)
+    for height, exact in ((16, False), (8, True)):
+        film = {"pixel_values_videos": rows, "video_grid_thw": [[FROM // 8 // height, height, 8]]}
+        specs = graphs.adapter.item_specs(film)
+        video = [c for c in graphs.adapter.capacities(settings) if c.key.path == "video"]
+        (fits,) = (c for c in video if c.rows == FROM)
+        assert fits.misfit(specs) is None
+        assert fits.is_exact_for(specs) is exact

@@ -131,6 +131,23 @@ def test_a_lone_sequence_and_its_padding_stay_apart(short_ones, lengths, slots, 
     assert_near(got / 16, want / 16, 2e-2)
 
 
+@pytest.mark.parametrize(("rows", "computed"), [(64, 64), (65, 68), (71, 72), (129, 136)])
+def test_few_numbers_of_rows_reach_cudnn(short_ones, rows, computed):
+    query, key, value = tensors(rows, 72, torch.bfloat16)
+    dense, given = Dense(), []
+
+    def count(query, *rest):
+        given.append(query.shape[2])
+        return dense(query, *rest)
+
+    packed = attention.PackedAttention(Kernel(()), count)
+    for lengths, slots in (((rows,), None), ((rows,), 2), ((rows - 9, 9), None)):
+        got = packed(query, key, value, ends(lengths, slots), rows, 0.1)
+        assert got.shape == query.shape
+        assert_near(got, looped(query, key, value, lengths, 0.1), 2e-2)
+    assert given == [computed] * 3
+
+
 def test_padding_does_not_change_a_lone_sequences_bits(short_ones):
     query, key, value = tensors(8, 72, torch.bfloat16)
     packed = attention.PackedAttention(Kernel(()), Dense())
