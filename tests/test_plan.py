@@ -515,12 +515,15 @@ def test_one_item_takes_a_lone_graph_that_is_hardly_larger(tokens, graph, policy
 def test_more_than_the_largest_graph_is_told_as_such():
     assert taken(lone_ladder(24), 25) == MissReason.TOO_MANY_ROWS
     assert taken(lone_ladder(24), *[2] * 9) == MissReason.TOO_MANY_ITEMS
+    several = capacity(24, windows=3, lone_from=16 * MERGE)
+    assert taken([several, *lone_ladder(24, several=())], 8, 8) == MissReason.TOO_MANY_SEQUENCES
 
 
 def test_a_graph_of_several_is_not_exact_for_a_lone_sequence():
     """Eager attends to it by the kernel of lone ones, which rounds otherwise."""
     assert taken(lone_ladder(18, 24), 24, exact_only=True) == "toy/image[24,items=1]"
     assert taken(lone_ladder(18), 24, exact_only=True) == MissReason.NOT_EXACT
-    assert taken(lone_ladder(18), 12, 12, exact_only=True) == "toy/image[24]"
-    below = [capacity(8, lone_from=16 * MERGE)]
-    assert taken(below, 8, exact_only=True) == "toy/image[8]"
+    assert taken(lone_ladder(18), 16, 8, exact_only=True) == "toy/image[24]"
+    for slots in (2, 64):
+        below = [capacity(8, slots=slots, lone_from=16 * MERGE)]
+        assert taken(below, 8, exact_only=True) == "toy/image[8]"
