@@ -4,7 +4,9 @@ Most models' code is not known well enough to write a request for it. Their grap
 the dummy inputs that the model itself makes, which cannot show that it prepares the buffers of
 some groups wrongly (vLLM 0.31 does so for Gemma 4's films). What a model prepares follows from
 sizes, so a group speaks for all of its layout. A server sees more layouts than it could compare:
-a group whose sizes, neighbours, and number and extremes of items were right before is not compared.
+a group whose sizes, neighbours, and number and extremes of items were right before is not compared,
+unless the model prepared other shapes than for as many tokens before: rows that are missing from a
+request would become zeros.
 """
 
 import logging
@@ -44,14 +46,15 @@ class LayoutCheck:
         kinds = _kinds(items)
         return kinds in self._wrong or any((kind,) in self._wrong for kind in kinds)
 
-    def is_settled(self, graph: Hashable, items: Sequence[ItemSpec]) -> bool:
+    def is_settled(self, graph: Hashable, items: Sequence[ItemSpec], shapes: Hashable) -> bool:
         """Whether all that such a group consists of was right in others."""
-        return _parts(graph, items) <= self._right
+        return _parts(graph, items, shapes) <= self._right
 
     def compare(
         self,
         graph: Hashable,
         items: Sequence[ItemSpec],
+        shapes: Hashable,
         staged: Callable[[], torch.Tensor],
         eager: Callable[[], torch.Tensor],
     ) -> None:
@@ -60,6 +63,7 @@ class LayoutCheck:
         Args:
             graph: that holds the group.
             items: the group.
+            shapes: of the buffers that the model prepared for it.
             staged: runs the captured forward on the staged buffers; padding rows come last.
             eager: the model's own output for the same items.
 
@@ -74,7 +78,7 @@ class LayoutCheck:
                 f"no comparison with eager: {type(error).__name__}: {error}"
             ) from error
         if problem is None:
-            self._right |= _parts(graph, items)
+            self._right |= _parts(graph, items, shapes)
             return
         self._wrong.add(_kinds(items))
         sizes = ", ".join(str(item.tokens) for item in items[:8])
@@ -108,9 +112,10 @@ def _kinds(items: Sequence[ItemSpec]) -> tuple[Hashable, ...]:
     return tuple(kinds)
 
 
-def _parts(graph: Hashable, items: Sequence[ItemSpec]) -> set[Hashable]:
-    """Sizes, neighbouring sizes, and the number of items in the graph with the extremes: models lay
-    a group out by its largest item."""
+def _parts(graph: Hashable, items: Sequence[ItemSpec], shapes: Hashable) -> set[Hashable]:
+    """Sizes, neighbouring sizes, the number of items in the graph with the extremes: models lay a
+    group out by its largest item; and what as many tokens were prepared in."""
     kinds = _kinds(items)
     sizes = [item.rows for item in items]
-    return {*kinds, *pairwise(kinds), (graph, len(kinds), min(sizes), max(sizes))}
+    extremes = (graph, len(kinds), min(sizes), max(sizes))
+    return {*kinds, *pairwise(kinds), extremes, (sum(sizes), shapes)}

@@ -330,10 +330,11 @@ class ProtocolAdapter(EncoderAdapter):
         whole = not self._has_axes and _are_all(frozen)
         grids = self._grids()
         doubtful = self._checks_layouts and grids is None
+        right: Hashable = None
         patches = None if grids is None else grids.patches(sum(item.rows for item in frozen))
 
         def stage(mm_kwargs: Mapping[str, Any]) -> None:
-            nonlocal doubtful
+            nonlocal right
             if CAPTURE_INPUTS in mm_kwargs:
                 copy(mm_kwargs[CAPTURE_VALUES])
                 return
@@ -349,15 +350,19 @@ class ProtocolAdapter(EncoderAdapter):
                 raise
             except Exception as error:  # the model's own code, and its padding: eager needs neither
                 raise RefusedError(f"the model prepares no buffers: {error!r}") from error
-            if doubtful and not self._layouts.is_settled(captured.number, frozen):
+            shapes = _shapes(prepared.values) if doubtful else None
+            if shapes == right:
+                return
+            if not self._layouts.is_settled(captured.number, frozen, shapes):
                 self._layouts.compare(
                     captured.number,
                     frozen,
+                    shapes,
                     lambda: self.forward(inputs, {}),
                     lambda: self._own_eager(subset),
                 )
                 copy(prepared.values)  # again: a forward may have worked on its inputs in place
-            doubtful = False
+            right = shapes
 
         return stage
 
@@ -548,6 +553,10 @@ def _check_rows(pixels: torch.Tensor | None, rows: int) -> None:
     """Missing patches would become zeros, where eager finds that they are missing."""
     if pixels is not None and len(pixels) != rows:
         raise RefusedError(f"{len(pixels)} patches came, the grids have {rows}")
+
+
+def _shapes(values: Mapping[str, torch.Tensor | None]) -> Hashable:
+    return tuple([(name, value.shape) for name, value in values.items() if value is not None])
 
 
 def _exactly(output: torch.Tensor, tokens: int) -> torch.Tensor:

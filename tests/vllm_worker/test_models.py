@@ -21,6 +21,76 @@ pytestmark = [
 ]
 
 
+def idefics3(engine: Any) -> Made:
+    """Pictures of several tiles, whose masks tell the positions of their patches."""
+    from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+    from vllm.model_executor.models import idefics3 as idefics
+
+    vision = Idefics3VisionConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        image_size=32, patch_size=4,
+    )  # fmt: skip
+    config = types.SimpleNamespace(
+        vision_config=vision, text_config=types.SimpleNamespace(hidden_size=48), scale_factor=2
+    )
+    inner = idefics.Idefics3Model.__new__(idefics.Idefics3Model)
+    torch.nn.Module.__init__(inner)
+    inner.config, inner.image_seq_len = config, 16
+    inner.vision_model = idefics.Idefics3VisionTransformer(vision)
+    inner.connector = idefics.Idefics3Connector(config)
+    model = around(
+        engine,
+        idefics.Idefics3ForConditionalGeneration,
+        config=config,
+        model_config=engine.model_config,
+        model=inner,
+    )
+
+    def pictures(*tiles: int) -> dict[str, Any]:
+        masks = torch.ones(sum(tiles), 32, 32, dtype=torch.bool)
+        masks[-1, 20:], masks[0, :, 16:] = False, False
+        return {
+            "pixel_values": torch.randn(sum(tiles), 3, 32, 32),
+            "pixel_attention_mask": masks,
+            "num_patches": torch.tensor(tiles),
+        }
+
+    return model, [pictures(1), pictures(2, 1), pictures(1, 1, 1)]
+
+
+def gemma3(engine: Any) -> Made:
+    """Pictures of several crops; a graph holds as many as it holds items."""
+    from transformers import SiglipVisionConfig
+    from vllm.model_executor.models import gemma3_mm
+
+    vision = SiglipVisionConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        image_size=32, patch_size=4,
+    )  # fmt: skip
+    config = types.SimpleNamespace(
+        vision_config=vision,
+        text_config=types.SimpleNamespace(hidden_size=48),
+        mm_tokens_per_image=16,
+    )
+    model = around(
+        engine,
+        gemma3_mm.Gemma3ForConditionalGeneration,
+        config=config,
+        model_config=engine.model_config,
+        vision_tower=gemma3_mm.SiglipVisionModel(vision),
+        multi_modal_projector=gemma3_mm.Gemma3MultiModalProjector(config),
+        vit_positions_per_patch=64,
+    )
+
+    def pictures(*crops: int) -> dict[str, Any]:
+        return {
+            "pixel_values": torch.randn(sum(crops), 3, 32, 32),
+            "num_patches": torch.tensor(crops),
+        }
+
+    return model, [pictures(1), pictures(2, 1), pictures(1, 1, 1)]
+
+
 def served(engine: Any, model: Any, most: int = 64) -> Any:
 
     engine.compilation_config.encoder_cudagraph_token_budgets = []
@@ -130,6 +200,23 @@ def test_windows_are_not_made_up(engine: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_sizes_that_do_not_tell_every_sequence(kwargs: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=f"^{problem}"):
         host_ends.lengths_of(kwargs)
+
+
+@pytest.mark.parametrize("make", [idefics3, gemma3])
+def test_tiles_that_are_missing_are_for_eager_to_refuse(
+    engine: Any, make: Callable[[Any], Made]
+) -> None:
+    """A graph would take zeros for them. What came before must not vouch for such a group."""
+    model, groups = make(engine)
+    manager = served(engine, model)
+    for group in groups:
+        manager.execute(dict(group))
+    for group in groups[1:]:
+        less = dict(group)
+        less["pixel_values"] = less["pixel_values"][:-1]
+        assert manager.execute(dict(less)) is None
+        with pytest.raises((RuntimeError, ValueError)):
+            model.embed_multimodal(**less)
 
 
 def test_gemma_4_films_are_never_answered_wrongly(

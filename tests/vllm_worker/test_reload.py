@@ -11,12 +11,13 @@ pytestmark = pytest.mark.vllm
 GRID = [[1, 8, 8]]
 
 
-def runner_of(model: Any) -> Any:
+def runner_of(model: Any, engine: Any) -> Any:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     runner = GPUModelRunner.__new__(GPUModelRunner)
     runner.__dict__.update(
         model=model,
+        vllm_config=engine,
         lora_config=None,
         model_config=types.SimpleNamespace(quantization=None, dtype=torch.float32),
         reset_lora_state=lambda: None,
@@ -45,7 +46,7 @@ def test_vllms_reload_in_kernel_format_keeps_graphs_right(engine: Any, adapter: 
     group = on_cpu.image_group(model, GRID)
     before = manager.execute(group)[0].clone()
     weights = new_weights(model)
-    runner_of(model).reload_weights(iter(weights.items()), is_checkpoint_format=False)
+    runner_of(model, engine).reload_weights(iter(weights.items()), is_checkpoint_format=False)
     (ours,) = manager.execute(group)
     (eager,) = model.embed_multimodal(**group)
     assert torch.allclose(ours, eager, atol=1e-5)
@@ -70,7 +71,7 @@ def test_vllms_layerwise_reload_is_never_answered_from_old_weights(
     model.load_weights = lambda weights: model.visual.load_weights(
         (name.removeprefix("visual."), value) for name, value in weights
     )
-    runner_of(model).reload_weights(iter(new_weights(model).items()))
+    runner_of(model, engine).reload_weights(iter(new_weights(model).items()))
     (eager,) = on_cpu.run_v1(model, engine, manager, [("image", group)])
     (plain,) = model.embed_multimodal(**group)
     assert torch.allclose(eager, plain, atol=1e-5)

@@ -36,6 +36,7 @@ def engine_context(
         enforce_eager=False,
         hf_config=None,
         is_moe=False,
+        quantization=None,
     )
     config.compilation_config.cudagraph_mm_encoder = True
     from vllm.config.compilation import CUDAGraphMode
