@@ -32,6 +32,7 @@ from graphhal.vllm_worker.once import warn_once
 from graphhal.vllm_worker.plugin import join_vllms_log, wants_encoder_graphs
 from graphhal.vllm_worker.protocol import has_protocol
 from graphhal.vllm_worker.refusals import (
+    AUDIO_KEYS,
     KNOWN_MODALITIES,
     SIGHT_KEYS,
     engine_refusal,
@@ -39,26 +40,9 @@ from graphhal.vllm_worker.refusals import (
     request_refusal,
 )
 from graphhal.vllm_worker.served_encoder import ServedEncoder
+from graphhal.vllm_worker.unsized_groups import count_items, modality_of
 
 log = logging.getLogger(__name__)
-
-AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features")
-"""Keys that carry sound; films may have others with `audio` in their names."""
-
-MARKS = (
-    ("video", "video"),
-    ("image", "image"),
-    ("pixel", "image"),
-    ("audio", "audio"),
-    ("input_features", "audio"),
-)
-"""What keys of a group tell its modality, where no adapter looked at it."""
-
-PER_ITEM = (
-    "grid_thw", "grid_thws", "grid_hws", "lengths", "num_tokens", "num_patches",
-    "patches_per_image", "spatial_crop", "frame_counts",
-)  # fmt: skip
-"""How keys end that have one entry for each item of a group."""
 
 _alive: "weakref.WeakSet[EncoderGraphExecutor]" = weakref.WeakSet()
 
@@ -366,10 +350,9 @@ class EncoderGraphExecutor:
         return None
 
     def _count(self, mm_kwargs: Mapping[str, Any], reason: str | None) -> None:
-        names = " ".join(name for name, value in mm_kwargs.items() if value is not None)
-        modality = next((kind for mark, kind in MARKS if mark in names), "unknown")
+        modality = modality_of(mm_kwargs)
         key = (modality, reason or self._refused.get(modality) or "no encoder takes these inputs")
-        self._misses[key] = self._misses.get(key, 0) + _count_items(mm_kwargs)
+        self._misses[key] = self._misses.get(key, 0) + count_items(mm_kwargs)
 
     def clear(self) -> None:
         """Release every graph. Safe twice; a summary is logged where anything was served."""
@@ -466,18 +449,6 @@ class EncoderGraphExecutor:
 def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:
     for key, count in more.items():
         totals[key] = totals.get(key, 0) + count
-
-
-def _count_items(mm_kwargs: Mapping[str, Any]) -> int:
-    """Items of a group that nobody sized: the length of what has an entry for each, else 1."""
-    for key, value in mm_kwargs.items():
-        if key.endswith(PER_ITEM) and hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0:
-            return len(value)
-    for value in mm_kwargs.values():
-        whole = isinstance(value, torch.Tensor) and value.dim() == 3
-        if whole or isinstance(value, list | tuple):
-            return len(value)
-    return 1
 
 
 def _vllm_context(vllm_config: Any) -> AbstractContextManager[Any]:

@@ -12,6 +12,8 @@ KNOWN_MODALITIES = ("audio", "image", "video", "vision_chunk")
 """What vLLM's runners call the modality of a group."""
 SIGHT_KEYS = ("pixel_values", "pixel_values_videos")
 """Keys that carry pictures and films; a group of a runner's has one of them."""
+AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features")
+"""Keys that carry sound; films may have others with `audio` in their names."""
 EAGER_STEPS = (
     "embed_multimodal",
     "_parse_and_validate_multimodal_inputs",
