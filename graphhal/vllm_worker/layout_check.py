@@ -12,21 +12,19 @@ request would become zeros.
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from graphhal.errors import RefusedError
 from graphhal.items import ItemSpec
 from graphhal.self_check import TOLERANCE, Difference
+from graphhal.vllm_worker.protocol_items import signature_of
 
 log = logging.getLogger(__name__)
 
 
 class LayoutCheck:
     """Which groups of one adapter were right, and which must never be replayed.
-
-    Items have the signature (tokens, place, axes) of the protocol's adapter.
 
     Args:
         name: of the adapter.
@@ -105,11 +103,8 @@ class LayoutCheck:
 
 def _kinds(items: Sequence[ItemSpec]) -> tuple[Hashable, ...]:
     """What tells the items of a layout apart, in order."""
-    kinds = []
-    for item in items:
-        signature: Any = item.signature
-        kinds.append((item.modality, signature[0], signature[2]))
-    return tuple(kinds)
+    signatures = [(item.modality, signature_of(item)) for item in items]
+    return tuple((modality, each.tokens, each.axes) for modality, each in signatures)
 
 
 def _parts(graph: Hashable, items: Sequence[ItemSpec], shapes: Hashable) -> set[Hashable]:

@@ -23,6 +23,7 @@ from graphhal.vllm_worker.layout_check import LayoutCheck
 from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule, tower_modules
 from graphhal.vllm_worker.protocol_buffers import BOUNDS, MARKER, ProtocolBuffers, safe_bound
+from graphhal.vllm_worker.protocol_items import Signature, are_all, signature_of
 from graphhal.vllm_worker.protocol_staging import copies
 from graphhal.vllm_worker.refusals import SIGHT_KEYS
 
@@ -221,12 +222,12 @@ class ProtocolAdapter(EncoderAdapter):
             rows=tokens,
             tokens=tokens * self._rows_per_token(),
             sequences={host_ends.ENDS: lengths} if lengths else {},
-            signature=(tokens, place, axes, lengths),
+            signature=Signature(tokens, place, axes, lengths),
         )
 
     def path(self, item: ItemSpec) -> str:
         """The model's path, and the capture axes that the group resolved to."""
-        axes = _axes_of(item)
+        axes = signature_of(item).axes
         if not self._has_axes:
             return self.path_name
         if axes not in self._axes:
@@ -235,7 +236,7 @@ class ProtocolAdapter(EncoderAdapter):
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Groups whose capture axes were never captured, or whose layout differs from eager."""
-        axes = _axes_of(items[0])
+        axes = signature_of(items[0]).axes
         if axes not in self._axes:
             return f"capture axes {axes} were not captured"
         return "such groups differ from eager" if self._layouts.is_wrong(items) else None
@@ -327,7 +328,7 @@ class ProtocolAdapter(EncoderAdapter):
         raw = any(hasattr(tower, "input_norm") for tower in tower_modules(self.model))
         copy = copies(captured, buffers, self.config.padding_logics, raw)
         frozen = tuple(items)
-        whole = not self._has_axes and _are_all(frozen)
+        whole = not self._has_axes and are_all(frozen)
         grids = self._grids()
         doubtful = self._checks_layouts and grids is None
         right: Hashable = None
@@ -370,11 +371,11 @@ class ProtocolAdapter(EncoderAdapter):
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], for_graph: bool = True
     ) -> Mapping[str, Any]:
         """The kwargs of these items: all of them as they came, or the model's selection."""
-        if not self._has_axes and _are_all(items):
+        if not self._has_axes and are_all(items):
             return mm_kwargs
-        positions = [_place_of(item)[0] for item in items]
+        positions = [signature_of(item).place[0] for item in items]
         subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
-        expected = _axes_of(items[0])
+        expected = signature_of(items[0]).axes
         if for_graph and axes != expected:
             raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
         return subset
@@ -427,7 +428,7 @@ class ProtocolAdapter(EncoderAdapter):
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.manual_seed(seed)
-            values = self._buffers.dummies(items[0].rows, _axes_of(items[0]))
+            values = self._buffers.dummies(items[0].rows, signature_of(items[0]).axes)
         return {CAPTURE_INPUTS: tuple(items), CAPTURE_VALUES: values}
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
@@ -505,25 +506,6 @@ class ProtocolAdapter(EncoderAdapter):
     def _rows_per_token(self) -> int:
         grids = None if self._scatters_only else self._grids()
         return 1 if grids is None else grids.rows
-
-
-def _axes_of(item: ItemSpec) -> tuple[Hashable, ...]:
-    signature: Any = item.signature
-    axes: tuple[Hashable, ...] = signature[2]
-    return axes
-
-
-def _place_of(item: ItemSpec) -> tuple[int, int]:
-    """Position of an item in its request, and how many items that has; items of one path alone
-    are numbered from 0."""
-    signature: Any = item.signature
-    place: tuple[int, int] = signature[1]
-    return place
-
-
-def _are_all(items: Sequence[ItemSpec]) -> bool:
-    """Whether these are all items of their request, in its order."""
-    return [_place_of(item) for item in items] == [(n, len(items)) for n in range(len(items))]
 
 
 def _copied(value: Any) -> Any:

@@ -6,11 +6,12 @@ import torch
 from graphhal.errors import RefusedError
 from graphhal.items import ItemSpec
 from graphhal.vllm_worker.layout_check import LayoutCheck
+from graphhal.vllm_worker.protocol_items import Signature
 
 
 def group(*tokens: int) -> tuple[ItemSpec, ...]:
     return tuple(
-        ItemSpec(n, "image", t, t, {}, (t, (n, len(tokens)), ())) for n, t in enumerate(tokens)
+        ItemSpec(n, "image", t, t, {}, Signature(t, (n, len(tokens)))) for n, t in enumerate(tokens)
     )
 
 
