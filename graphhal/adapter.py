@@ -48,6 +48,8 @@ class EncoderAdapter(ABC):
         device: where inputs and weights live.
         dtype: of the outputs.
         collectives: whether the forward runs collectives over ranks (tensor-parallel weights).
+        whole_model: whether `modules` are a host's whole model, whose attributes change with every
+            step, and not encoders alone.
     """
 
     name: str
@@ -55,6 +57,7 @@ class EncoderAdapter(ABC):
     device: torch.device
     dtype: torch.dtype
     collectives: bool = False
+    whole_model: bool = False
 
     def prepare(self, platform: Platform) -> None:  # noqa: B027  (optional)
         """Called once before any forward; take the platform's attention here."""
@@ -164,7 +167,8 @@ class EncoderAdapter(ABC):
         return None
 
     def modules(self) -> Iterable[torch.nn.Module]:
-        """Modules whose parameters and buffers a graph reads by address; the engine watches."""
+        """Modules whose parameters and buffers a graph reads by address; the engine watches them
+        and, unless they are a `whole_model`, their attributes."""
         return ()
 
     def places(self) -> Iterable[Place]:

@@ -13,10 +13,11 @@ from graphhal.adapter import EncoderAdapter
 from graphhal.arena import Arena, Layout
 from graphhal.boundaries import Boundaries
 from graphhal.errors import CaptureError, ResourceExhaustedError
+from graphhal.module_notes import ModuleNotes
 from graphhal.outputs import as_levels, write_levels
 from graphhal.peers import Peers
 from graphhal.plan import Capacity, GraphKey
-from graphhal.platform import CapturedGraph, CaptureRequest, Platform
+from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile, Platform
 from graphhal.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -97,12 +98,14 @@ class Entry:
 
     Attributes:
         writes_packed: its forward changes packed inputs in place; they must be sent every time.
+        kept: tensors that modules held during the capture; the graph may read them.
     """
 
     capacity: Capacity
     layout: Layout
     graph: CapturedGraph
     writes_packed: bool = False
+    kept: tuple[torch.Tensor, ...] = ()
 
 
 class GraphSet:
@@ -212,31 +215,37 @@ class GraphSet:
         self.arena = None
         self._pool = None
 
-    def requests(
+    def profile(
         self,
         ladder: Sequence[Capacity],
         output: torch.Tensor,
         stage: Stage,
-    ) -> tuple[list[CaptureRequest], int]:
-        """For a memory profile: capture requests of a ladder, largest first, over one arena, and
-        the bytes of that arena, which a profile of the requests does not see."""
+    ) -> tuple[MemoryProfile, int]:
+        """What the graphs of a ladder would take, captured largest first over one arena, and the
+        bytes of that arena, which such a profile does not see. Nothing is kept."""
         planned = [(c, Layout(self._adapter.buffers(c))) for c in _largest_first(ladder)]
         arena = self._allocate(planned, output)
-        requests = [self._staged_late(each, arena, stage) for each in planned]
-        return requests, arena.num_bytes
+        notes = ModuleNotes(self._adapter.modules())
+        requests = [self._staged_late(each, arena, stage, notes) for each in planned]
+        try:
+            return self._platform.profile_memory(requests), arena.num_bytes
+        finally:
+            notes.put_back()
 
     def _staged_late(
-        self, planned: tuple[Capacity, Layout], arena: Arena, stage: Stage
+        self, planned: tuple[Capacity, Layout], arena: Arena, stage: Stage, notes: ModuleNotes
     ) -> CaptureRequest:
         """A request that stages its example again in its first warm-up: until then the requests
-        made after it have left theirs in the shared arena."""
+        made after it have left theirs in the shared arena, and the one captured before it what it
+        noted on its modules."""
         capacity, layout = planned
-        request = self._request(capacity, layout, arena, stage)
+        request = self._request(capacity, layout, arena, stage, notes)
         staged = False
 
         def forward() -> None:
             nonlocal staged
             if not staged:
+                notes.put_back()
                 stage(capacity, layout, request.inputs, request.packed)
                 staged = True
             request.forward()
@@ -255,10 +264,14 @@ class GraphSet:
         """Capture one graph; the reason where it cannot be kept."""
         started = perf_counter()
         try:
-            request = self._request(capacity, layout, arena, stage)
+            notes = ModuleNotes(self._adapter.modules())
+            request = self._request(capacity, layout, arena, stage, notes)
             with self.reference_step(request.inputs):
                 staged = request.packed.clone()
-            graph = self._platform.capture(request)
+            try:
+                graph = self._platform.capture(request)
+            finally:
+                notes.put_back()
             with self.reference_step(request.inputs):
                 writes_packed = not torch.equal(request.packed, staged)
         except CaptureError as error:
@@ -269,7 +282,10 @@ class GraphSet:
         except Exception as error:
             log.debug("%s: capture failed", capacity.key, exc_info=True)
             return CaptureError(f"{type(error).__name__}: {error}")
-        entry = Entry(capacity, layout, graph, writes_packed)
+        kept = notes.attributes()
+        if self._adapter.whole_model:  # a host's caches are among them; encoders read none
+            kept = ()
+        entry = Entry(capacity, layout, graph, writes_packed, kept)
         if limit_bytes is not None and self.num_bytes + graph.num_bytes > limit_bytes:
             self._platform.release([graph])
             return CaptureError(f"memory_limit: it would take more than {limit_bytes} bytes")
@@ -331,6 +347,7 @@ class GraphSet:
         layout: Layout,
         arena: Arena,
         stage: Stage,
+        notes: ModuleNotes,
     ) -> CaptureRequest:
         inputs = layout.bulk_views(arena.bulk) | layout.packed_views(arena.packed)
         output = arena.output[: capacity.tokens]
@@ -338,6 +355,7 @@ class GraphSet:
         adapter = self._adapter
 
         def forward() -> None:
+            notes.take()
             with torch.no_grad():
                 write_levels(as_levels(adapter.forward(inputs, bounds)), output)
 

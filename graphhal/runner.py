@@ -255,8 +255,7 @@ class EncoderGraphs:
             if not ladder:
                 return MemoryProfile(0, 0)
             output = self._first_output(ladder)
-            requests, arenas = self._graphs.requests(ladder, output, self._execution.example)
-            graphs = self.platform.profile_memory(requests)
+            graphs, arenas = self._graphs.profile(ladder, output, self._execution.example)
             self._execution.forget()
             return graphs.kept_within(self._limit(), arenas)
 
@@ -301,7 +300,9 @@ class EncoderGraphs:
                 self.adapter.forget()
                 output = self._first_output(ladder)
                 # After the first forward: it may have made what it keeps between calls.
-                self._watch = WeightWatch(self.adapter.modules(), self.adapter.places())
+                self._watch = WeightWatch(
+                    self.adapter.modules(), self.adapter.places(), not self.adapter.whole_model
+                )
             except CaptureError as error:
                 problem = str(error)
             except Exception as error:
@@ -319,6 +320,8 @@ class EncoderGraphs:
         self._check()
         if self.settings.policy is Policy.MEASURED:
             self._measure()
+        if self._watch is not None:
+            self._watch.settle()
         if self.adapter.device.type != "cpu":
             # Where it waits for the device, and that fails or never ends.
             with suppress(RuntimeError, CaptureError), self._graphs.reference_step({"": output}):

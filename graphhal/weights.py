@@ -1,12 +1,13 @@
 """Notices weights that were rebound after capture, which a graph reads by address, and modules
-that compute otherwise since: a graph runs no hook, `forward` or submodule that came later."""
+that compute otherwise since: a graph runs no hook, `forward` or submodule that came later, and
+keeps the numbers that modules held."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -60,26 +61,59 @@ def _changes() -> int:
     return _registered + RemovableHandle.next_id
 
 
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+"""What PyTorch keeps on each: tables, whose contents are watched, the mode, and its own notes."""
+
+
 _GET: Callable[[Mapping[Any, Any], Any], Any] = dict.get  # type: ignore[assignment]
 _called = operator.attrgetter("__call__", *CALLED)
-_Place = tuple[Mapping[Any, Any], Any, Any]
-"""Table, key, what is held there."""
+
+
+class _Place(NamedTuple):
+    """A key of a table, and what is held there.
+
+    Attributes:
+        lies: address and strides of a tensor; None for what has none.
+    """
+
+    table: Mapping[Any, Any]
+    name: Any
+    held: Any
+    lies: tuple[int, tuple[int, ...]] | None
+
+    @classmethod
+    def of(cls, table: Mapping[Any, Any], name: Any, held: Any) -> "_Place":
+        return cls(table, name, held, _lies(held))
+
+    def is_as_it_was(self) -> bool:
+        return self.table.get(self.name) is self.held and _lies(self.held) == self.lies
+
+
+def _lies(held: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Where a tensor lies; a sparse one has no memory of its own."""
+    if not isinstance(held, torch.Tensor) or not torch._C._has_storage(held):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return held.data_ptr(), held.stride()
 
 
 class WeightWatch:
-    """The parameters, buffers, submodules and forward hooks of modules, as they were when graphs
-    were captured, and what a call of a module runs: its class, and a `forward` of its own.
+    """The parameters, buffers, submodules, attributes and forward hooks of modules, as they were
+    when graphs were captured, and what a call of a module runs: its class, and a `forward` of its
+    own.
 
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
     (`module.weight = …`), or given other storage or strides (`weight.data = …`, sleep and wake),
     does; so does a module that was hooked, patched or given a submodule. What was replaced,
     registered or hooked is noticed by the next request, because PyTorch tells of it, and so is a
     class that was patched; other storage under a few of more than `WHOLE` tensors by the first one
-    after a pause, or in turn, and so are hooks that are gone, and patches of single modules.
+    after a pause, or in turn, and so are hooks that are gone, patches of single modules, and
+    attributes: a tensor beside the parameters, a number, an activation.
 
     Args:
         modules: the roots.
         kept: where the host keeps them: owner, attribute, module.
+        attributes: whether the modules' attributes count.
 
     Raises:
         CaptureError: TorchScript cannot be watched.
@@ -89,9 +123,11 @@ class WeightWatch:
         self,
         modules: Iterable[torch.nn.Module],
         kept: Iterable[tuple[torch.nn.Module, str, torch.nn.Module]] = (),
+        attributes: bool = True,
     ) -> None:
         places: dict[tuple[int, Any], _Place] = {
-            (id(owner._modules), name): (owner._modules, name, held) for owner, name, held in kept
+            (id(owner._modules), name): _Place.of(owner._modules, name, held)
+            for owner, name, held in kept
         }
         every_module: tuple[Mapping[Any, Any], ...] = (
             _global_forward_pre_hooks,
@@ -99,7 +135,8 @@ class WeightWatch:
         )
         self._tables = [*every_module]
         for table in every_module:
-            places |= {(id(table), name): (table, name, held) for name, held in table.items()}
+            for name, held in table.items():
+                places[id(table), name] = _Place.of(table, name, held)
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
         for module in self._modules:
             if isinstance(module, torch.jit.ScriptModule):
@@ -112,14 +149,15 @@ class WeightWatch:
             self._tables += tables
             for table in tables:
                 for name, held in table.items():
-                    places[id(table), name] = (table, name, held)
+                    places[id(table), name] = _Place.of(table, name, held)
             own = vars(module)
             for name in (*CALLED, *(["training"] if isinstance(module, BY_MODE) else ())):
-                places[id(own), name] = (own, name, own.get(name))
-        self._everything = _Window(list(places.values()))
-        self._windows = [_Window(part) for part in _windows(places.values())]
-        self._next = 0
-        self._looked_at: _Window | None = None
+                places[id(own), name] = _Place.of(own, name, own.get(name))
+            for name in own if attributes else ():
+                if name not in _OF_EVERY_MODULE:
+                    places[id(own), name] = _Place.of(own, name, own[name])
+        self._places = list(places.values())
+        self._look_at(self._places)
         self._classes = list(map(type, self._modules))
         self._kinds = dict.fromkeys(self._classes)
         self._calls = list(map(_called, self._kinds))
@@ -128,9 +166,29 @@ class WeightWatch:
         self._changes = _changes()
         self._checked_at = self._asked_at = monotonic()
 
+    def _look_at(self, places: Sequence[_Place]) -> None:
+        self._everything = _Window(places)
+        self._windows = [_Window(part) for part in _windows(places)]
+        self._next = 0
+        self._looked_at: _Window | None = None
+
+    def settle(self) -> None:
+        """Once a ladder is captured: what its forwards set themselves, as a count of calls, or
+        what they keep of the last one, is no attribute to watch."""
+        own = {id(vars(module)) for module in self._modules}
+        self._look_at(
+            [
+                place
+                for place in self._places
+                if id(place.table) not in own
+                or place.name in (*CALLED, "training")
+                or place.is_as_it_was()
+            ]
+        )
+
     def moved(self) -> bool:
         """Whether any tensor was replaced, or its memory moved, or a module was hooked, patched or
-        given a submodule. Host work only, no device read."""
+        given a submodule or another attribute. Host work only, no device read."""
         changes = _changes()
         if changes != self._changes:  # hooks that are gone are seen in the windows
             if sum(map(len, self._tables)) != self._num_entries:
@@ -184,12 +242,12 @@ def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:
     """The places in order, cut after every `WINDOW` tensors where there are more than `WHOLE`;
     modules cost next to nothing."""
     every = list(places)
-    in_all = sum(isinstance(held, torch.Tensor) for _, _, held in every)
+    in_all = sum(place.lies is not None for place in every)
     part: list[_Place] = []
     tensors = 0
     for place in every:
         part.append(place)
-        tensors += isinstance(place[2], torch.Tensor)
+        tensors += place.lies is not None
         if tensors == WINDOW and in_all > WHOLE:
             yield part
             part, tensors = [], 0
@@ -198,15 +256,15 @@ def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:
 
 
 class _Window:
-    def __init__(self, places: list[_Place]) -> None:
-        self._tables = [table for table, _, _ in places]
-        self._names = [name for _, name, _ in places]
-        self._held = [held for _, _, held in places]
-        tensors = [held for held in self._held if isinstance(held, torch.Tensor)]
-        self._data_ptrs = [held.data_ptr for held in tensors]
-        self._addresses = [data_ptr() for data_ptr in self._data_ptrs]
-        self._strides = [held.stride for held in tensors if held.dim() > 1]
-        self._steps = [stride() for stride in self._strides]
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._tables = [place.table for place in places]
+        self._names = [place.name for place in places]
+        self._held = [place.held for place in places]
+        tensors = [(place.held, *place.lies) for place in places if place.lies is not None]
+        self._data_ptrs = [held.data_ptr for held, _, _ in tensors]
+        self._addresses = [address for _, address, _ in tensors]
+        self._strides = [held.stride for held, _, steps in tensors if len(steps) > 1]
+        self._steps = [steps for _, _, steps in tensors if len(steps) > 1]
 
     def moved(self) -> bool:
         """Whether anything is not what it was."""

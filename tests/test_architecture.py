@@ -34,7 +34,7 @@ ONLY_IMPORTERS = {
 # A module imports from earlier lines only; a package counts as one, whatever it does inside.
 ORDER = (
     {"errors"},
-    {"boundaries", "items", "settings", "peers", "weights"},
+    {"boundaries", "items", "settings", "peers", "weights", "module_notes"},
     {"cost_table", "stats"},
     {"plan"},
     {"platform"},

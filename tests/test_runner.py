@@ -1,11 +1,12 @@
 """`EncoderGraphs`: every request equals eager, and every decision is counted under its reason."""
 
+import gc
 import json
 import logging
 import os
 import signal
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event, Thread
@@ -865,6 +866,9 @@ def test_rebound_weights_run_eagerly_until_recapture(platform, rebind):
     graphs.run(images(3))
     rebind(graphs.adapter.tower)
     works = rebind.__name__ in {
+        "replace_plain_tensor",
+        "rebind_plain_tensor",
+        "change_a_number",
         "replace_parameter",
         "rebind_data",
         "rebind_nested",
@@ -963,6 +967,99 @@ def test_weights_made_by_the_first_forward_are_not_rebound(platform):
     graphs = serve(platform, Lazy())
     assert_equals_eager(graphs, images(3))
     assert misses(graphs) == {}
+
+
+class Notes(ToyEncoder):
+    """Its forward notes on the tower what it did last, and reads what it noted."""
+
+    where = "tensor"
+
+    def forward(self, inputs, max_seqlen):
+        tower = self.tower
+        first = not hasattr(tower, "noted") and "noted" not in tower._buffers
+        noted = torch.ones(1) if first else tower.noted
+        tower.calls = getattr(tower, "calls", 0) + 1
+        tower.last = inputs["pixels"] * 2
+        noted = noted * 1  # another tensor of the same value
+        if first and self.where == "buffer":
+            tower.register_buffer("noted", noted)
+        tower.noted = noted
+        levels = super().forward(inputs, max_seqlen)
+        return [level * noted for level in levels]
+
+
+def test_what_a_forward_notes_on_its_modules_moves_nothing(platform):
+    graphs = serve(platform, Notes())
+    for _ in range(3):
+        assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {}
+
+
+def test_attributes_of_a_hosts_whole_model_change_with_every_step():
+    adapter = ToyEncoder()
+    adapter.whole_model = True
+    adapter.tower.mask = torch.ones(1)
+    graphs = serve(open_by_name("cpu"), adapter)
+    cache = weakref.ref(adapter.tower.mask)
+    adapter.tower.mask, adapter.tower.step = torch.zeros(1), 2
+    assert cache() is None, "a graph must not keep a host's cache"
+    graphs.run(images(3))
+    assert misses(graphs) == {}
+
+
+@pytest.mark.parametrize("where", ["tensor", "buffer"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_leaves_the_modules_what_they_noted_before(where, fails):
+    """What the captured call notes lies in a graph's memory, and holds garbage."""
+    adapter = Notes(budgets=(4,))
+    adapter.where = where
+    graphs = EncoderGraphs(adapter, open_by_name("cpu"), Settings())
+    expected = graphs.run_eager(images(3))
+    if fails:
+        forward, calls = adapter.forward, []
+
+        def failing(inputs, max_seqlen):
+            levels = forward(inputs, max_seqlen)
+            calls.append(levels)
+            if len(calls) == 3:  # of an example, one warm-up and the rehearsal
+                levels[0].sum().item()
+            return levels
+
+        adapter.forward = failing
+    graphs.capture()
+    assert bool(graphs.keys()) != fails
+    assert torch.isfinite(adapter.tower.noted).all()
+    assert torch.isfinite(adapter.tower.last).all()
+    for ours, reference in zip(graphs.run_eager(images(3)), expected, strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_a_memory_profile_leaves_the_modules_what_they_noted_before():
+    graphs = EncoderGraphs(Notes(), open_by_name("cpu"), Settings())
+    expected = graphs.run_eager(images(3))
+    graphs.profile_memory()
+    assert torch.equal(graphs.run_eager(images(3))[0], expected[0])
+
+
+def test_what_a_forward_keeps_by_size_lives_as_long_as_the_graph_that_reads_it(platform):
+    class Keeps(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            rows = len(inputs["pixels"])
+            kept = getattr(self.tower, "kept", None)
+            if kept is None or len(kept) != rows:
+                kept = self.tower.kept = torch.zeros(rows, 1)
+                made[rows].append(weakref.ref(kept))
+            return super().forward({**inputs, "pixels": inputs["pixels"] + kept}, max_seqlen)
+
+    made = defaultdict(list)
+    graphs = serve(platform, Keeps(budgets=(4, 8)))
+    assert_equals_eager(graphs, images(3))
+    assert_equals_eager(graphs, images(7))
+    assert misses(graphs) == {}
+    assert all(any(ref() is not None for ref in made[rows]) for rows in (8, 16))
+    graphs.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in made[16]), "a smaller one took its place"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -112,7 +112,27 @@ def swap_tensors(made: Tower) -> None:
     torch.utils.swap_tensors(weight, nn.Parameter(torch.randn_like(weight)))
 
 
+def replace_plain_tensor(made: Tower) -> None:
+    made.shift = made.shift + 1
+
+
+def rebind_plain_tensor(made: Tower) -> None:
+    made.shift.data = made.shift.data.clone()
+
+
+def change_a_number(made: Tower) -> None:
+    made.gain = 2.0
+
+
+def change_a_layers_number(made: Tower) -> None:
+    made.blocks[0].boundary_set = "other"
+
+
 REBINDINGS: list[Callable[[Tower], None]] = [
+    replace_plain_tensor,
+    rebind_plain_tensor,
+    change_a_number,
+    change_a_layers_number,
     patch_call,
     give_another_class,
     transpose_the_data,
@@ -148,6 +168,8 @@ def test_rebound_weights_are_noticed(rebind):
 
 
 def update_in_place(made: Tower) -> None:
+    made.shift.add_(1)
+    made.gain = made.gain
     with torch.no_grad():
         made.embed.weight.add_(1)
         made.scale.mul_(2)
@@ -170,6 +192,67 @@ def test_updates_in_place_keep_the_graphs(change):
     change(made)
     assert not watch.moved()
     assert not noticed(watch)
+
+
+def test_what_forwards_note_on_their_modules_is_left_out_once_it_settled():
+    made = tower()
+    made.calls, made.last, made.first = 0, None, torch.zeros(1)
+    watch = WeightWatch([made])
+    made.calls, made.last = 1, torch.ones(1)
+    assert watch.moved()
+    watch.settle()
+    made.calls, made.last = 2, torch.ones(1)
+    assert not watch.moved()
+    assert not noticed(watch)
+    made.first = torch.zeros(1)
+    assert noticed(watch)
+
+
+@pytest.mark.parametrize(
+    "change", [replace_buffer, rebind_data, transpose_in_place, patch_forward, hook]
+)
+def test_settling_forgives_no_weight(change):
+    made = tower()
+    watch = WeightWatch([made])
+    change(made)
+    watch.settle()
+    assert noticed(watch)
+
+
+def test_settling_forgives_no_mode():
+    made = nn.Dropout()
+    watch = WeightWatch([made])
+    made.eval()
+    watch.settle()
+    assert noticed(watch)
+
+
+def test_an_attribute_that_forwards_give_other_memory_is_left_out_too():
+    made = tower()
+    watch = WeightWatch([made])
+    rebind_plain_tensor(made)
+    watch.settle()
+    assert not noticed(watch)
+
+
+def test_attributes_of_a_hosts_whole_model_are_its_own_affair():
+    made = tower()
+    watch = WeightWatch([made], attributes=False)
+    replace_plain_tensor(made)
+    change_a_number(made)
+    assert not noticed(watch)
+    assert not watch.moved()
+    replace_parameter(made)
+    assert noticed(watch)
+
+
+def test_a_tensor_without_plain_memory_is_watched_by_name():
+    made = tower()
+    made.held = held = torch.eye(2).to_sparse()
+    watch = WeightWatch([made])
+    assert not noticed(watch)
+    made.held = held.clone()
+    assert noticed(watch)
 
 
 def test_nothing_to_watch_never_moves():

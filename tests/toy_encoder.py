@@ -51,6 +51,7 @@ class Tower(nn.Module):
         self.embed = nn.Linear(CHANNELS, HIDDEN)
         self.positions = nn.Parameter(torch.empty(POSITIONS, HIDDEN))
         self.register_buffer("scale", torch.full((HIDDEN,), 1.5))
+        self.shift, self.gain = torch.zeros(HIDDEN), 1.0  # beside parameters and buffers
         self.blocks = nn.ModuleList(Block(name) for name in sets)
         self.mergers = nn.ModuleList(nn.Linear(MERGE * HIDDEN, WIDTH) for _ in range(levels))
 
@@ -77,6 +78,7 @@ class ToyEncoder(EncoderAdapter):
         self.spare_slots = spare_slots
         generator = torch.Generator().manual_seed(7)
         self.tower = Tower(self.sets, levels).to(dtype)
+        self.tower.shift = self.tower.shift.to(dtype)
         for parameter in self.tower.parameters():
             nn.init.normal_(parameter, std=0.4, generator=generator)
         self.attention: VarlenAttention | None = None
@@ -174,7 +176,7 @@ class ToyEncoder(EncoderAdapter):
     ) -> torch.Tensor | Sequence[torch.Tensor]:
         assert self.attention is not None
         tower = self.tower
-        rows = tower.embed(inputs["pixels"]) * tower.scale
+        rows = tower.embed(inputs["pixels"]) * tower.scale * tower.gain + tower.shift
         rows = rows + tower.positions[inputs["position_ids"]]
         levels: list[torch.Tensor] = []
         for block in tower.blocks:

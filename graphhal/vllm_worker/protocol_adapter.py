@@ -136,6 +136,11 @@ class ProtocolAdapter(EncoderAdapter):
         )
         return values
 
+    @property
+    def whole_model(self) -> bool:  # type: ignore[override]  # the towers may be replaced
+        """Whether the model names no towers."""
+        return self.model in tower_modules(self.model)
+
     def modules(self) -> Iterable[torch.nn.Module]:
         """The model's towers, where it names them; else the whole model."""
         return tower_modules(self.model)

@@ -1,0 +1,51 @@
+"""What modules note during a capture is put back; what they held before is known."""
+
+import pytest
+import torch
+from torch import nn
+
+from graphhal.module_notes import ModuleNotes
+
+
+def test_tensors_are_put_back_and_all_else_stays():
+    made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    made.noted, made.unset, made.calls = torch.zeros(1), None, 1
+    before = made.noted, made[0].weight, made[1].running_mean
+    notes = ModuleNotes([made, made[0]])
+    notes.take()
+    made.noted, made.unset, made.new, made.calls = torch.ones(1), torch.ones(1), torch.ones(1), 2
+    made[0].weight = nn.Parameter(torch.ones(2, 2))
+    made[1].running_mean = torch.ones(2)
+    notes.put_back()
+    now = made.noted, made[0].weight, made[1].running_mean
+    assert all(ours is noted for ours, noted in zip(now, before, strict=True))
+    assert made.unset is None
+    assert not hasattr(made, "new")
+    assert made.calls == 2
+
+
+def test_nothing_noted_changes_nothing():
+    made = nn.Linear(2, 2)
+    notes = ModuleNotes([made])
+    made.noted = torch.ones(1)
+    notes.put_back()
+    assert made.noted is not None
+    assert notes.attributes() == ()
+
+
+def test_attributes_are_neither_parameters_nor_buffers_and_are_told_once():
+    made = nn.BatchNorm1d(2)
+    made.noted = torch.ones(1)
+    notes = ModuleNotes([made])
+    notes.take()
+    (attribute,) = notes.attributes()
+    assert attribute is made.noted
+    assert notes.attributes() == (), "the notes would keep what is replaced later"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_keeps_its_own_counsel():
+    notes = ModuleNotes([torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))])
+    notes.take()
+    notes.put_back()
+    assert notes.attributes() == ()
