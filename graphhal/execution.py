@@ -22,6 +22,10 @@ class OuterCaptureError(Exception):
     """No replay may happen now: another capture is running on the caller's stream."""
 
 
+class NestedReplayError(Exception):
+    """No replay may happen now: this thread is within another, whose inputs lie staged."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedReplay:
     """Everything about a replay that depends on sizes alone, kept for equal sizes."""
@@ -86,10 +90,16 @@ class Execution:
         self._clones = "ordinary_outputs" in platform.info.capabilities
         self._on_device: HostUpdate | None = None
         self._outer: list[HostUpdate] = []
+        self._replaying = False
 
     def forget(self) -> None:
         """The packed buffer no longer holds what the last replay put there."""
         self._on_device = None
+
+    def start_over(self) -> None:
+        """In a forked process: the thread that was within a replay is not there."""
+        self.forget()
+        self._replaying = False
 
     def worst_cases(self, capacity: Capacity) -> Iterator[tuple[ItemSpec, ...]]:
         """The adapter's worst cases that this platform's attention can take, fullest first."""
@@ -158,12 +168,16 @@ class Execution:
 
         Raises:
             OuterCaptureError: nothing was queued.
+            NestedReplayError: nothing was queued; an adapter's `stage`, or a signal handler, asked.
             ReplayError: the platform failed, whatever it raised.
             RefusedError: the adapter's data does not fit; nothing was launched.
         """
+        if self._replaying:
+            raise NestedReplayError
         graph = step.entry.graph
         request = graph.request
         staging: Exception | None = None
+        self._replaying = True
         try:
             entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
             if entered is not None:
@@ -185,6 +199,8 @@ class Execution:
             if error is staging:
                 raise  # the request's or the adapter's fault: an eager call would meet it too
             raise ReplayError(f"{graph.key}: {type(error).__name__}: {error}") from error
+        finally:
+            self._replaying = False
         if entered is None:
             raise OuterCaptureError
 

@@ -34,6 +34,7 @@ class MissReason(StrEnum):
     REFUSED = "the adapter does not replay such a group"
     CHEAPER_EAGER = "measured: eager is cheaper"
     OUTER_CAPTURE = "another capture is running on this stream, or the pool is not clean"
+    NESTED = "asked for while another request of this thread is being replayed"
     REPLAY_FAILED = "the replay failed"
     WEIGHTS_MOVED = "weights were rebound after capture"
 

@@ -24,6 +24,7 @@ from graphhal.errors import (
 from graphhal.execution import (
     Execution,
     GroupOutput,
+    NestedReplayError,
     OuterCaptureError,
     PreparedReplay,
     without_autocast,
@@ -49,7 +50,7 @@ def _free_locks() -> None:
     what it had staged."""
     for graphs in _all:
         graphs._lock = RLock()
-        graphs._execution.forget()
+        graphs._execution.start_over()
 
 
 os.register_at_fork(after_in_child=_free_locks)
@@ -394,6 +395,8 @@ class EncoderGraphs:
             self._execution.replay(mm_kwargs, step, output)
         except OuterCaptureError:
             return MissReason.OUTER_CAPTURE
+        except NestedReplayError:
+            return MissReason.NESTED
         except RefusedError as refused:
             log.debug("graph %s: %s", capacity.key, refused)
             return MissReason.REFUSED

@@ -225,7 +225,12 @@ REASONS = {
         costs=cost_table({capacity(8).key: 2.0}, {"image": ((16, 1.0),)}),
     ).plan(group(8)),
 }
-IN_RUNNER = {MissReason.OUTER_CAPTURE, MissReason.REPLAY_FAILED, MissReason.WEIGHTS_MOVED}
+IN_RUNNER = {
+    MissReason.OUTER_CAPTURE,
+    MissReason.NESTED,
+    MissReason.REPLAY_FAILED,
+    MissReason.WEIGHTS_MOVED,
+}
 
 
 @pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.name)

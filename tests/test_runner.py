@@ -533,6 +533,34 @@ def test_what_an_outer_capture_copies_from_outlives_the_call(monkeypatch):
 # Clear and recapture -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_within_a_request_takes_nothing_from_it(platform, fails):
+    class Asks(ToyEncoder):
+        inner = None
+
+        def stage(self, mm_kwargs, items, inputs):
+            super().stage(mm_kwargs, items, inputs)
+            ask, self.inner = self.inner, None
+            if ask is not None:
+                answers.append(ask())
+                if fails:
+                    raise RefusedError("after all")
+
+    answers = []
+    graphs = serve(platform, Asks())
+    graphs.adapter.inner = lambda: graphs.run(images(3, 2, seed=5))
+    outputs = graphs.run(images(4, seed=1))
+    assert_equals_eager(graphs, images(3, 2, seed=5), answers[0])
+    assert_equals_eager(graphs, images(4, seed=1), outputs)
+    expected = {MissReason.NESTED: 2} | ({MissReason.REFUSED: 1} if fails else {})
+    assert misses(graphs) == expected
+    graphs.adapter.inner = lambda: graphs.try_replay(images(3))
+    graphs.run(images(4))
+    assert answers[1] is None
+    assert_equals_eager(graphs, images(8))
+    assert sum(misses(graphs).values()) == 3 + 2 * fails, "later requests replay again"
+
+
 def test_clear_is_safe_twice_and_leaves_eager(platform):
     graphs = serve(platform)
     graphs.run(images(3))
@@ -904,13 +932,16 @@ def test_rebound_weights_run_eagerly_until_recapture(platform, rebind):
 def test_a_process_forked_while_another_thread_encodes_encodes_too():
     graphs = serve(open_by_name("cpu"))
     held, done = Event(), Event()
+    stage = graphs.adapter.stage
 
-    def encode():
-        with graphs._lock:
-            held.set()
-            done.wait()
+    def wait_and_stage(mm_kwargs, items, inputs):
+        graphs.adapter.stage = stage
+        held.set()
+        done.wait()
+        stage(mm_kwargs, items, inputs)
 
-    thread = Thread(target=encode)
+    graphs.adapter.stage = wait_and_stage
+    thread = Thread(target=graphs.run, args=(images(4),))
     thread.start()
     held.wait()
     try:
@@ -919,7 +950,7 @@ def test_a_process_forked_while_another_thread_encodes_encodes_too():
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)  # ends it where it waits
             torch.set_num_threads(1)  # those of the parent's OpenMP are not here
-            os._exit(0 if graphs.run(images(3)) else 1)
+            os._exit(0 if graphs.run(images(3)) and not misses(graphs) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         done.set()
