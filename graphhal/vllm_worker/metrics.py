@@ -142,6 +142,18 @@ def _metric(kind: Any, name: str, text: str, labels: tuple[str, ...], **options:
     return _metrics[name]
 
 
+_reporters: "weakref.WeakSet[Reporter]" = weakref.WeakSet()
+
+
+def _free_locks() -> None:
+    """In a forked process: the thread that held a lock is not there to let go of it."""
+    for reporter in _reporters:
+        reporter._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_free_locks)
+
+
 class Reporter:
     """Publishes what an executor did: at start-up, every so often while serving, at the end.
 
@@ -173,6 +185,7 @@ class Reporter:
         self._prometheus = Prometheus(model)
         self._next = monotonic() + seconds
         self._published = self._reported = 0
+        _reporters.add(self)
 
     def touch(self) -> None:
         """A request is served: what it counts is published soon."""

@@ -1,6 +1,7 @@
 """What an operator sees: counters across processes, lines that fire, a JSON file."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -232,6 +233,22 @@ def test_a_forked_process_publishes_as_well() -> None:
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert out.stdout.strip() == "7"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_forked_while_a_line_is_written_says_its_own() -> None:
+    """The thread that holds the lock is not there to let go of it."""
+    reporter = metrics.Reporter("M", 0, None)
+    with reporter._lock:
+        child = multiprocessing.get_context("fork").Process(
+            target=reporter.served, args=(STATS,), kwargs={"final": True}
+        )
+        child.start()
+    child.join(timeout=20)
+    hangs = child.is_alive()
+    child.kill()
+    assert not hangs
+    assert child.exitcode == 0
 
 
 @pytest.fixture
