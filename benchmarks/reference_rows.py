@@ -245,6 +245,18 @@ def main() -> int:
         for n in range(args.groups)
     ]
     results["parity"].append(parity("qwen3_omni_vision, images", vision, active, settings, groups))
+    large = [
+        image_request(
+            vision,
+            [[1, 2 * rng.randint(20, 64), 2 * rng.randint(20, 64)]]
+            + [[1, 8, 8]] * rng.choice((0, 0, 1)),
+            n,
+        )
+        for n in range(args.groups // 4)
+    ]
+    results["parity"].append(
+        parity("qwen3_omni_vision, large images", vision, active, Settings(), large)
+    )
     vision.modalities = ("video",)
     groups = [
         {
