@@ -398,6 +398,8 @@ class EncoderGraphs:
         except NestedReplayError:
             return MissReason.NESTED
         except RefusedError as refused:
+            if self.peers.size > 1 and isinstance(refused.__cause__, torch.OutOfMemoryError):
+                raise  # of this rank alone, as below; other reasons are every rank's
             log.debug("graph %s: %s", capacity.key, refused)
             return MissReason.REFUSED
         except ReplayError as error:

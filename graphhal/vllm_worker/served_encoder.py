@@ -65,7 +65,10 @@ class ServedEncoder:
             made[path] = outputs
         try:
             joined = self._combined(combine, made, mm_kwargs)
-        except Exception:  # the model's own code: eager is another part of it
+        except Exception as error:  # the model's own code: eager is another part of it
+            several = any(graphs.peers.size > 1 for graphs in self.graphs.values())
+            if several and isinstance(error, torch.OutOfMemoryError):
+                raise  # of this rank alone: the others have replayed
             log.debug("%s: its paths cannot be put together", self.encoder.name, exc_info=True)
             statistics.count_misses(items[most], MissReason.REFUSED)
             return None

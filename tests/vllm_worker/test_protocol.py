@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphhal.errors import RefusedError
+
 pytestmark = pytest.mark.vllm
 
 
@@ -323,6 +325,39 @@ def test_what_a_models_code_raises_costs_the_replay_alone(engine: Any, step: str
     assert served.execute(group) is not None
     assert served.stats()["graph_misses"] > 0
     assert served.stats()["hits"] == {"image": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("Base", "prepare_encoder_cudagraph_replay_buffers"),
+        ("Base", "encoder_eager_forward"),
+        ("MergesAfterwards", "postprocess_encoder_output"),
+    ],
+)
+def test_a_rank_that_alone_is_out_of_memory_does_not_encode_alone(
+    engine: Any, name: str, step: str
+) -> None:
+    """The others replay: inside, they would wait for a rank that encodes eagerly for ever."""
+    import protocol_models
+
+    from graphhal.peers import Peers
+
+    class Two(Peers):
+        size = 2
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    model = getattr(protocol_models, name)()
+    served = executor_for(engine, model)
+    (graphs,) = served._graphs()
+    group = pictures((8, 8)) if name != "Base" else {"pixel_values": torch.randn(2, 4, 8)}
+    setattr(model, step, full)
+    assert served.execute(group) is None  # one rank alone may try it eagerly
+    graphs.peers = Two()
+    with pytest.raises((torch.OutOfMemoryError, RefusedError), match="no room"):
+        served.execute(group)
 
 
 @pytest.mark.parametrize("tokens", [[2**30], [4, -3], []])
