@@ -3,8 +3,10 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -24,6 +26,8 @@ PLATFORM_GROUP = "graphhal.platforms"
 ADAPTER_GROUP = "graphhal.adapters"
 OWN_DISTRIBUTION = "graphhal"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+SLOW_SECONDS = 20.0
+"""A plugin that takes longer to load or to probe is named while it is waited for."""
 _DEVICE_HOOKS = ("capture", "replay", "update_boundaries", "profile_memory", "release", "step")
 
 
@@ -197,7 +201,8 @@ def _load(group: str, settings: Settings) -> Iterator[FoundPlugin]:
             yield FoundPlugin(name, *origin, refusal)
             continue
         try:
-            plugin = point.load()
+            with _named_if_slow("loading", name):
+                plugin = point.load()
             verify(plugin, name)
             if group == PLATFORM_GROUP:
                 _bind_hooks(plugin, name)
@@ -206,6 +211,26 @@ def _load(group: str, settings: Settings) -> Iterator[FoundPlugin]:
             yield FoundPlugin(name, *origin, f"{type(error).__name__}: {error}")
             continue
         yield FoundPlugin(name, *origin, "loaded", plugin)
+
+
+@contextmanager
+def _named_if_slow(doing: str, name: str) -> Iterator[None]:
+    """Devices open in the thread that uses them: a plugin that hangs is waited for, but named."""
+    told = (
+        "%s plugin %s takes more than %g s; GRAPHHAL_BLOCK_PLUGINS=%s leaves it out",
+        doing,
+        name,
+        SLOW_SECONDS,
+        name,
+    )
+    timer = Timer(SLOW_SECONDS, log.warning, told)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # a process that forks next has one thread less
 
 
 def _is_own(point: EntryPoint) -> bool:
@@ -241,7 +266,8 @@ def _probe(found: FoundPlugin) -> FoundPlugin:
         return found
     status: Any
     try:
-        status = found.plugin.graphhal_probe()
+        with _named_if_slow("probing", found.name):
+            status = found.plugin.graphhal_probe()
     except (Exception, SystemExit) as error:  # a third party's code: report it and go on
         log.warning("probing plugin %s failed", found.name, exc_info=True)
         status = Unavailable(f"its probe failed with {type(error).__name__}: {error}")

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from graphhal import hookimpl
+from graphhal import discovery, hookimpl
 from graphhal.discovery import bind, find_adapters, find_plugins, open_platform, verify
 from graphhal.errors import NoPlatformError, PluginError
 from graphhal.settings import Settings
@@ -369,6 +370,35 @@ def test_names_that_are_not_installed_are_reported(no_own_platforms, caplog):
         "GRAPHHAL_PLUGINS names typo, which is not installed. Installed: towers, x" in caplog.text
     )
     assert "GRAPHHAL_BLOCK_PLUGINS names tyop, which is not installed" in caplog.text
+
+
+@pytest.mark.parametrize("doing", ["loading", "probing"])
+def test_a_plugin_that_hangs_is_named_while_it_is_waited_for(
+    no_own_platforms, caplog, monkeypatch, doing
+):
+    """It goes on once the log names it: a name that comes later helps nobody."""
+    monkeypatch.setattr(discovery, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(discovery, "log_at_last", lambda: caplog.text, raising=False)
+    wait = """
+import time
+from graphhal import discovery
+end = time.monotonic() + 10
+while "takes more than" not in discovery.log_at_last() and time.monotonic() < end:
+    time.sleep(0.01)
+"""
+    probe = "\n".join([*(wait.splitlines() if doing == "probing" else ()), "return info('x')"])
+    source = platform_source(probe) + (wait if doing == "loading" else "")
+    no_own_platforms.install("vendor", {"x": source})
+    assert lines() == {"x": "usable"}
+    assert f"{doing} plugin x takes more than 0.05 s; GRAPHHAL_BLOCK_PLUGINS=x" in caplog.text
+
+
+def test_no_plugin_is_named_slow_that_is_not(no_own_platforms, caplog, monkeypatch):
+    monkeypatch.setattr(discovery, "SLOW_SECONDS", 0.2)
+    no_own_platforms.install("vendor", {"x": usable("x")})
+    lines()
+    time.sleep(0.4)
+    assert "takes more than" not in caplog.text
 
 
 # Adapters ------------------------------------------------------------------------------------

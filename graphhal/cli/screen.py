@@ -52,19 +52,20 @@ def warnings_of(name: str) -> Iterator[None]:
         log.propagate = True
         log.setLevel(level)
         log.removeHandler(handler)
-        for message in dict.fromkeys(handler.messages):
-            console(stderr=True).print(
-                Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True
-            )
 
 
 class _Warnings(logging.Handler):
     def __init__(self, level: int) -> None:
         super().__init__(level)
-        self.messages: list[str] = []
+        self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        message = record.getMessage()
+        if message not in self._shown:
+            self._shown.add(message)
+            console(stderr=True).print(
+                Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True
+            )
 
 
 def print_json(data: Any) -> None:
