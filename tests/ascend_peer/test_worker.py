@@ -88,7 +88,7 @@ def test_boundaries_that_a_model_makes_otherwise_are_left_to_its_manager(
 
     model, _ = small_models.qwen2_vl(opted_in)
     model.__class__ = Derived
-    with vllm_on_cpu.log_of("graphhal.vllm_worker.ascend", caplog):
+    with vllm_on_cpu.log_of("graphhal.vllm_worker", caplog):
         made = manager(opted_in, model.to(DEVICE))
     assert type(made) is EncoderAclGraphManager
     assert "its boundaries are (52,), its inputs' sizes make (8, 12, 36, 52)" in caplog.text
