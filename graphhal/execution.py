@@ -142,6 +142,8 @@ class Execution:
         one = bool(copies) and copies[0][2] - copies[0][1] == starts[-1]
         whole = copies[0][0] if one else None
         stage = self._adapter.stager(items, entry.graph.request.inputs)
+        if not callable(stage):
+            raise AdapterError(f"{self._adapter.name}: stager must return a function, got {stage}")
         return PreparedReplay(entry, items, stage, update, copies, whole, label, rows)
 
     def example(
@@ -294,7 +296,12 @@ class Execution:
         self, capacity: Capacity, layout: Layout, items: Sequence[ItemSpec]
     ) -> HostUpdate:
         boundaries = capacity.boundaries(items, self._platform.info.allow_empty)
-        arrays = dict(self._adapter.metadata(items))
+        metadata = self._adapter.metadata(items)
+        if not isinstance(metadata, Mapping):
+            raise AdapterError(
+                f"{self._adapter.name}: metadata must return arrays by name, got {metadata!r:.100}"
+            )
+        arrays = dict(metadata)
         for name, ends in boundaries.items():
             arrays[name] = ends.cu_seqlens
         block = layout.pack(arrays, host_block(layout.packed_bytes, self._adapter.device))

@@ -83,9 +83,12 @@ class GroupPlans:
         Raises:
             AdapterError: the specs describe no group that could be served.
         """
-        key = tuple(
-            [(i.modality, i.signature, i.frames, i.row_offset, i.rows, i.tokens) for i in items]
-        )
+        try:
+            key = tuple(
+                [(i.modality, i.signature, i.frames, i.row_offset, i.rows, i.tokens) for i in items]
+            )
+        except (AttributeError, TypeError) as error:
+            raise _no_specs(self._adapter, items) from error
         try:
             plan = self._kept.get(key)
         except TypeError as error:
@@ -133,6 +136,12 @@ class GroupPlans:
         return tuple((part, self._adapter.refusal(part)) for part in map(tuple, parts.values()))
 
 
+def _no_specs(adapter: EncoderAdapter, items: object) -> AdapterError:
+    return AdapterError(
+        f"{adapter.name}: item_specs must return a tuple of ItemSpec, got {items!r:.100}"
+    )
+
+
 def check_items(adapter: EncoderAdapter, items: Sequence[ItemSpec]) -> None:
     """Refuse specs that no plan could hold.
 
@@ -140,6 +149,8 @@ def check_items(adapter: EncoderAdapter, items: Sequence[ItemSpec]) -> None:
         AdapterError: out of order, a later part of an item, without rows, tokens or attention
             sequences, or with sizes that are no host integers.
     """
+    if not isinstance(items, Sequence) or not all(isinstance(item, ItemSpec) for item in items):
+        raise _no_specs(adapter, items)
     if any(item.index != position for position, item in enumerate(items)):
         raise AdapterError(f"{adapter.name}: item_specs must come in request order")
     sets: dict[str, set[str]] = {}

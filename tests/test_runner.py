@@ -220,6 +220,30 @@ def test_a_step_says_which_device_it_is_on(sets):
     assert all(found == {torch.device("cpu")} for found in devices)
 
 
+@pytest.mark.parametrize(
+    ("method", "value", "told"),
+    [
+        ("item_specs", 7, "item_specs must return a tuple of ItemSpec, got 7"),
+        ("item_specs", "specs", "item_specs must return a tuple of ItemSpec, got 'specs'"),
+        ("item_specs", [(1, 2)], r"item_specs must return a tuple of ItemSpec, got \[\(1, 2\)\]"),
+        ("metadata", None, "metadata must return arrays by name, got None"),
+        ("stager", None, "stager must return a function, got None"),
+    ],
+)
+def test_an_answer_of_another_kind_is_the_adapters_fault(platform, method, value, told):
+    graphs = serve(platform)
+    right = getattr(graphs.adapter, method)
+    setattr(graphs.adapter, method, lambda *_: value)
+    with pytest.raises(AdapterError, match=f"^toy: {told}"):
+        graphs.run(images(3))
+    if method != "stager":  # eager calls ask for none
+        with pytest.raises(AdapterError, match=f"^toy: {told}"):
+            graphs.run_eager(images(3))
+    setattr(graphs.adapter, method, right)
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["hits"] == {"image": 1}
+
+
 @pytest.mark.parametrize("call", ["run", "try_replay", "run_eager"])
 def test_specs_that_were_not_returned_are_no_empty_group(call):
     class Forgetful(ToyEncoder):
