@@ -499,6 +499,18 @@ def test_whatever_a_platform_raises_during_a_replay_runs_eagerly(hook):
     assert_equals_eager(graphs, images(3))
 
 
+def test_memory_that_runs_out_in_a_replay_fails_that_request_and_costs_no_graph():
+    plugin = PlainPlugin()
+    graphs = serve(plain_platform(plugin))
+    plugin.replay_errors[4] = torch.OutOfMemoryError("none left")
+    with pytest.raises(torch.OutOfMemoryError, match=r"^none left"):
+        graphs.run(images(3))
+    plugin.replay_errors.clear()
+    assert_equals_eager(graphs, images(3))
+    assert graphs.stats()["hits"] == {"image": 1}
+    assert misses(graphs) == {}
+
+
 def test_try_replay_gives_none_where_the_replay_fails():
     plugin = PlainPlugin()
     graphs = serve(plain_platform(plugin))
