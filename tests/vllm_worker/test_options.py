@@ -341,8 +341,10 @@ def test_no_frames_in_a_batch_are_no_films() -> None:
         merged(Settings(max_frames=8), without)
 
 
-def platform(boundary_order: str) -> Any:
-    info = types.SimpleNamespace(name="odd", boundary_order=boundary_order)
+def platform(boundary_order: str, *capabilities: str) -> Any:
+    info = types.SimpleNamespace(
+        name="odd", boundary_order=boundary_order, capabilities=frozenset(capabilities)
+    )
     return types.SimpleNamespace(info=info)
 
 
@@ -370,14 +372,19 @@ def test_boundaries_must_reach_the_attention_of_a_tower(
         held.prepare(platform(order))
 
 
-def test_the_protocol_keeps_boundaries_on_the_device() -> None:
+@pytest.mark.parametrize("needs", [platform("after"), platform("before", "host_ends")])
+def test_windowed_boundaries_of_the_protocol_stay_on_the_device(needs: Any) -> None:
     from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
 
     adapter = ProtocolAdapter.__new__(ProtocolAdapter)
     adapter.name = "Some"
+    keys = ("pixel_values", "cu_seqlens", "cu_window_seqlens")
+    adapter.config = types.SimpleNamespace(buffer_keys=keys)
     adapter.prepare(platform("before"))
-    with pytest.raises(AdapterError, match=r"Some: .* but platform odd needs them on the host"):
-        adapter.prepare(platform("after"))
+    with pytest.raises(AdapterError, match=r"needs them on the host, and its boundaries cu_seqle"):
+        adapter.prepare(needs)
+    adapter.config = types.SimpleNamespace(buffer_keys=keys[:1])
+    adapter.prepare(needs)
 
 
 def reasons() -> Iterator[str]:
