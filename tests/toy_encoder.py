@@ -4,7 +4,7 @@ A request is `{"pixels": (rows, 6), "grids": [(frames, rows a frame), ...]}`; a 
 grid names its modality. Two rows merge into one token.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,12 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList(Block(name) for name in sets)
         self.mergers = nn.ModuleList(nn.Linear(MERGE * HIDDEN, WIDTH) for _ in range(levels))
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
+        """`to` moves what PyTorch does not know of, too."""
+        super()._apply(fn, recurse)
+        self.shift = fn(self.shift)
+        return self
+
 
 class ToyEncoder(EncoderAdapter):
     """See the module. Knobs are what the engine's tests vary."""
@@ -78,7 +84,6 @@ class ToyEncoder(EncoderAdapter):
         self.spare_slots = spare_slots
         generator = torch.Generator().manual_seed(7)
         self.tower = Tower(self.sets, levels).to(dtype)
-        self.tower.shift = self.tower.shift.to(dtype)
         for parameter in self.tower.parameters():
             nn.init.normal_(parameter, std=0.4, generator=generator)
         self.attention: VarlenAttention | None = None
