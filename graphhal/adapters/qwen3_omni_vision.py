@@ -103,6 +103,10 @@ class Qwen3OmniVision(EncoderAdapter):
         projection = self._weight()
         self.patch_width = prod(projection.shape[1:])
         self.device = projection.device
+        self._keep_by_size()
+
+    def _keep_by_size(self) -> None:
+        """What depends on sizes alone is computed once for equal ones."""
         self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
         self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
         self._taps = lru_cache(CACHED_SIDES)(self._axis_taps)

@@ -9,7 +9,6 @@ never answers wrongly.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -21,9 +20,6 @@ import torch
 from graphhal.adapter import BufferSpec, Place
 from graphhal.adapters.qwen3_omni_vision import (
     BOUNDARIES,
-    CACHED_FRAME_SIZES,
-    CACHED_GROUPS,
-    CACHED_SIDES,
     KEYS,
     PIXELS,
     Qwen3OmniVision,
@@ -76,9 +72,7 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         projection = self._weight()
         self.patch_width = prod(projection.shape[1:])
         self.device = projection.device
-        self._specs = lru_cache(CACHED_GROUPS)(self._checked_specs)
-        self._frame_metadata = lru_cache(CACHED_FRAME_SIZES)(self._compute_frame_metadata)
-        self._taps = lru_cache(CACHED_SIDES)(self._axis_taps)
+        self._keep_by_size()
         self.own_pixel_dtype = _own_pixel_dtype(tower)
         self._by_parts: bool | None = None
 
