@@ -55,18 +55,25 @@ def spread(
     return f"{median(times):.1f} [{times[len(times) // 4]:.1f}, {times[3 * len(times) // 4]:.1f}]"
 
 
-def event_ms(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Median device milliseconds between events around a call."""
-    times = []
-    for _ in range(3 + repeats):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times[3:])
+def event_ms(call: Callable[[], Any]) -> float:
+    """Device milliseconds between events around a call."""
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def eager_to_graph(graphs: EncoderGraphs, asked: dict[str, Any], repeats: int = 20) -> str:
+    """Median device milliseconds of both, in turns: the host changes speed meanwhile."""
+    turns = [
+        (event_ms(lambda: graphs.run_eager(asked)), event_ms(lambda: graphs.run(asked)))
+        for _ in range(3 + repeats)
+    ]
+    eager, graph = map(median, zip(*turns[3:], strict=True))
+    return f"{eager:.2f} -> {graph:.2f} ms = {eager / graph:.2f} x"
 
 
 def free_bytes() -> int:
@@ -226,9 +233,7 @@ def main() -> int:
         ("1 × 98", [[1, 14, 28]]),
     ):
         asked = image_request(vision, grids)
-        eager = event_ms(lambda asked=asked: graphs.run_eager(asked))
-        graph = event_ms(lambda asked=asked: graphs.run(asked))
-        rows[label] = f"{eager:.2f} -> {graph:.2f} ms = {eager / graph:.2f} x"
+        rows[label] = eager_to_graph(graphs, asked)
     results["images, budgets 64 128 256"] = rows | {"memory MiB": round(taken, 1)}
     print(results["images, budgets 64 128 256"])
     graphs.clear()
@@ -280,9 +285,7 @@ def main() -> int:
     for clips in (1, 2, 3):
         items = covo.item_specs(_covo_request(covo, [35, 161, 188][:clips], 0))
         asked = covo.example(items, 0)
-        eager = event_ms(lambda asked=asked: graphs.run_eager(asked))
-        graph = event_ms(lambda asked=asked: graphs.run(asked))
-        rows[f"{clips} clips"] = f"{eager:.2f} -> {graph:.2f} ms = {eager / graph:.2f} x"
+        rows[f"{clips} clips"] = eager_to_graph(graphs, asked)
     results["CoVo"] = rows | {
         "capture s": round(graphs.report.seconds, 3),
         "memory MiB": round(taken, 1),

@@ -5,7 +5,7 @@ keeps the numbers that modules held."""
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import count
+from itertools import count, cycle
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -24,9 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from graphhal.errors import CaptureError
 
 WHOLE = 128
-"""A tower of at most so many tensors is checked whole on every request: 10 µs or less."""
+"""A tower of at most so many tensors is checked whole on every request."""
 WINDOW = 16
-"""Tensors of a larger tower checked on every request; some 350 at once would take 30 µs or more."""
+"""Tensors of a larger tower whose memory is checked before every launch; some 350 at once would
+take 30 µs or more."""
+PLACES = 64
+"""Places of a larger tower, a key of a table each, checked after every launch; some 4700 at once
+would take 200 µs."""
 PAUSE_SECONDS = 0.1
 """The first request after a pause of this length checks every tensor: reloads take longer."""
 FULL_CHECK_SECONDS = 1.0
@@ -167,10 +171,12 @@ class WeightWatch:
         self._checked_at = self._asked_at = monotonic()
 
     def _look_at(self, places: Sequence[_Place]) -> None:
-        self._everything = _Window(places)
-        self._windows = [_Window(part) for part in _windows(places)]
-        self._next = 0
-        self._looked_at: _Window | None = None
+        tensors = [place for place in places if place.lies is not None]
+        self._memory, self._held = _Memory(tensors), _Held(places)
+        self._large = len(tensors) > WHOLE
+        self._memory_in_turn = cycle([_Memory(part) for part in _cut(tensors, WINDOW)])
+        self._held_in_turn = cycle([_Held(part) for part in _cut(places, PLACES)])
+        self._looked_at: _Held | None = None
 
     def settle(self) -> None:
         """Once a ladder is captured: what its forwards set themselves, as a count of calls, or
@@ -195,7 +201,12 @@ class WeightWatch:
                 return True
             self._changes = changes
         self._checked_at = monotonic()
-        return self._everything.moved() or self._patched() or self._of_other_classes()
+        return (
+            self._held.replaced()
+            or self._memory.moved()
+            or self._patched()
+            or self._of_other_classes()
+        )
 
     def _patched(self) -> bool:
         return list(map(_called, self._kinds)) != self._calls
@@ -205,79 +216,71 @@ class WeightWatch:
 
     def unsafe_to_launch(self) -> bool:
         """Before a launch: whether memory that the graph reads may be gone. Cheap enough for every
-        request: a window in turn; all of them after a pause, from time to time, and where any
+        request: a few tensors in turn; all of them after a pause, from time to time, and where any
         module was given something new, or a hook."""
         now = monotonic()
         pause, self._asked_at = now - self._asked_at, now
         if self._changes != _changes():
             self._looked_at = None
             return self.moved()
-        if (
-            len(self._windows) > 1
-            and pause < PAUSE_SECONDS
-            and now - self._checked_at < FULL_CHECK_SECONDS
-        ):
-            self._next = (self._next + 1) % len(self._windows)
-            self._looked_at = self._windows[self._next]
+        if self._large and pause < PAUSE_SECONDS and now - self._checked_at < FULL_CHECK_SECONDS:
+            memory, self._looked_at = next(self._memory_in_turn), next(self._held_in_turn)
         else:
-            self._looked_at = self._everything
-        return self._looked_at.moved_memory()
+            memory, self._looked_at = self._memory, self._held
+        return memory.moved()
 
     def outdated(self) -> bool:
-        """After it, while the device computes: the rest of `moved`, for what was looked at before.
-        What was replaced is held here, so a launch could read it, but its output is not to be
-        returned."""
+        """After it, while the device computes: the rest of `moved`, some places in turn, or all
+        where all memory was looked at. What was replaced is held here, so a launch could read it,
+        but its output is not to be returned."""
         looked_at, self._looked_at = self._looked_at, None
         if looked_at is None:
             return False
         if looked_at.replaced() or self._patched():
             return True
-        if looked_at is not self._everything:
+        if looked_at is not self._held:
             return False
         self._checked_at = monotonic()
         return self._of_other_classes()
 
 
-def _windows(places: Iterable[_Place]) -> Iterator[list[_Place]]:
-    """The places in order, cut after every `WINDOW` tensors where there are more than `WHOLE`;
-    modules cost next to nothing."""
-    every = list(places)
-    in_all = sum(place.lies is not None for place in every)
-    part: list[_Place] = []
-    tensors = 0
-    for place in every:
-        part.append(place)
-        tensors += place.lies is not None
-        if tensors == WINDOW and in_all > WHOLE:
-            yield part
-            part, tensors = [], 0
-    if part:
-        yield part
+def _cut(places: Sequence[_Place], size: int) -> Iterator[Sequence[_Place]]:
+    for start in range(0, len(places), size):
+        yield places[start : start + size]
 
 
-class _Window:
+class _Memory:
+    """Where tensors lie."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        tensors = [(place.held, place.lies[0]) for place in places if place.lies is not None]
+        self._data_ptrs = [held.data_ptr for held, _ in tensors]
+        self._addresses = [address for _, address in tensors]
+
+    def moved(self) -> bool:
+        """Whether a tensor has other storage."""
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters take calls in Python
+            return [data_ptr() for data_ptr in self._data_ptrs] != self._addresses
+
+
+class _Held:
+    """What tables hold, and the strides of what is a tensor."""
+
     def __init__(self, places: Sequence[_Place]) -> None:
         self._tables = [place.table for place in places]
         self._names = [place.name for place in places]
         self._held = [place.held for place in places]
-        tensors = [(place.held, *place.lies) for place in places if place.lies is not None]
-        self._data_ptrs = [held.data_ptr for held, _, _ in tensors]
-        self._addresses = [address for _, address, _ in tensors]
-        self._strides = [held.stride for held, _, steps in tensors if len(steps) > 1]
-        self._steps = [steps for _, _, steps in tensors if len(steps) > 1]
-
-    def moved(self) -> bool:
-        """Whether anything is not what it was."""
-        return self.replaced() or self.moved_memory()
+        strided = [
+            (place.held, place.lies[1])
+            for place in places
+            if place.lies is not None and len(place.lies[1]) > 1
+        ]
+        self._strides = [held.stride for held, _ in strided]
+        self._steps = [steps for _, steps in strided]
 
     def replaced(self) -> bool:
         """Whether a table holds something else, or a tensor has other strides."""
         if not all(map(operator.is_, map(_GET, self._tables, self._names), self._held)):
             return True
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters take calls in Python
-            return [stride() for stride in self._strides] != self._steps
-
-    def moved_memory(self) -> bool:
-        """Whether a tensor has other storage."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [data_ptr() for data_ptr in self._data_ptrs] != self._addresses
+            return [stride() for stride in self._strides] != self._steps

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphhal import weights
-from graphhal.weights import WHOLE, WINDOW, WeightWatch
+from graphhal.weights import PLACES, WHOLE, WINDOW, WeightWatch
 from tests.toy_encoder import FULL, Tower
 
 
@@ -307,18 +307,27 @@ def test_the_first_request_after_a_pause_notices(clock):
 
 
 def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
-    made = Many(WHOLE + 1)
-    watch = WeightWatch([made])
-    made.tensors[0].data = torch.zeros(1)
     step = weights.PAUSE_SECONDS / 2
     requests = int(weights.FULL_CHECK_SECONDS / step)
+    made = Many(WINDOW * (requests + 1))
+    watch = WeightWatch([made])
+    assert not noticed(watch)
+    made.tensors[0].data = torch.zeros(1)  # just looked at, and far from its turn
     for request in range(requests - 1):
-        watch._next = 0  # the window with the tensor was just looked at
         clock[0] += step
         assert not noticed(watch), request
-    watch._next = 0
     clock[0] += 1.5 * step
     assert noticed(watch)
+
+
+def test_a_busy_server_notices_an_attribute_within_as_many_requests_as_parts(clock):
+    made = many()
+    watch = WeightWatch([made])
+    for module in (made[0], made[WHOLE // 2], made[-1]):
+        module.in_features += 1
+        assert any(noticed(watch) for _ in range(len(watch._places) // PLACES + 1))
+        watch = WeightWatch([made])
+    assert not any(noticed(watch) for _ in range(len(watch._places) // PLACES + 1))
 
 
 def test_a_small_tower_is_looked_at_whole_every_time(clock):
