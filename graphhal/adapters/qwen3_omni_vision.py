@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
-from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
     Qwen3OmniMoeVisionEncoderConfig,
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
+from graphhal.adapters.frame_positions import Taps, axis_taps, in_merge_blocks, patch_taps
 from graphhal.adapters.host_sizes import host_rows
+from graphhal.adapters.picture_patches import film_patches, picture_patches
 from graphhal.adapters.request_tensors import refuse_unreadable
-from graphhal.adapters.sample_files import is_film, read_film, read_image, sample_photograph
+from graphhal.adapters.sample_files import is_film, sample_photograph
 from graphhal.adapters.seeded_weights import with_seeded_weights
 from graphhal.adapters.token_ladder import token_budgets
 from graphhal.adapters.transformers_attention import use_packed_attention
@@ -45,15 +45,6 @@ CACHED_SIDES = 256
 """Sides of frames, in patches, whose taps into the position table are kept: 16 bytes a patch."""
 CACHED_GROUPS = 1024
 """Groups (grids) whose item specs are kept."""
-
-PATCH_SIDE, FRAMES_OF_A_PATCH, MERGE = 16, 2, 2
-"""What the published processor configuration cuts pictures into."""
-MIN_IMAGE_PIXELS = 56 * 56
-MAX_IMAGE_PIXELS = 4096 * (PATCH_SIDE * MERGE) ** 2
-"""Larger pictures are scaled down on loading: 4096 tokens, the top of the default ladder."""
-MAX_FILM_FRAME_PIXELS = 256 * (PATCH_SIDE * MERGE) ** 2
-MAX_FILM_FRAMES = 768
-FILM_FRAMES_PER_SECOND = 2.0
 
 BOUNDARIES = "cu_seqlens"
 PIXELS = "pixel_values"
@@ -301,40 +292,15 @@ class Qwen3OmniVision(EncoderAdapter):
 
     def _compute_frame_metadata(self, h: int, w: int) -> tuple[npt.NDArray[Any], ...]:
         """One frame's metadata, patches in the order of merge blocks."""
-        blocks = (h // self.merge, w // self.merge, self.merge, self.merge)
-        grid = np.empty((*blocks, 2), dtype=np.int32)
-        grid[..., 0] = np.arange(h).reshape(blocks[0], 1, self.merge, 1)
-        grid[..., 1] = np.arange(w).reshape(1, blocks[1], 1, self.merge)
-        positions = grid.reshape(-1, 2)
-        rows, columns = positions.T.astype(np.intp)
-        (row_taps, row_weights), (column_taps, column_weights) = map(self._taps, (h, w))
-        # Four taps a patch: the row's first and second, with the column's first and second each.
-        indices = (row_taps * np.int32(self.table_side)).repeat(2, axis=1).take(rows, axis=0)
-        indices += np.tile(column_taps, 2).take(columns, axis=0)
-        weights = row_weights.repeat(2, axis=1).take(rows, axis=0)
-        weights *= np.tile(column_weights, 2).take(columns, axis=0)
-        arrays = (positions, indices, weights)
+        positions = in_merge_blocks(h, w, self.merge)
+        arrays = positions, *patch_taps(positions, self._taps(h), self._taps(w), self.table_side)
         for array in arrays:
             array.flags.writeable = False
         return arrays
 
-    def _axis_taps(self, size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Two taps into the position table for each place of an axis, and their weights.
-
-        float32 throughout, in the order of operations that transformers uses: bit-equal to it.
-        """
-        places = np.arange(size, dtype=np.float32)
-        last = np.float32(self.table_side - 1)
-        if self.encoder.interpolation_align_corners:
-            source = places * last / np.float32(max(size - 1, 1))
-        else:
-            half = np.float32(0.5)
-            source = (places + half) * np.float32(self.table_side) / np.float32(size) - half
-        floor = np.floor(source)
-        offsets = np.arange(2, dtype=np.int32)
-        taps = (floor.astype(np.int32)[:, None] + offsets).clip(0, self.table_side - 1)
-        distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-        return taps, np.maximum(1 - distance, np.float32(0))
+    def _axis_taps(self, size: int) -> Taps:
+        """Taps of an axis, as this encoder interpolates."""
+        return axis_taps(size, self.table_side, self.encoder.interpolation_align_corners)
 
     def stage(
         self,
@@ -536,15 +502,12 @@ class Qwen3OmniVisionFactory:
     def load(self, adapter: EncoderAdapter, files: Sequence[Path]) -> dict[str, Any]:
         """Pictures and films through transformers' own image processor, or a sample.
 
-        Films are sampled at `FILM_FRAMES_PER_SECOND`, and their frames patched in pairs. Frames go
-        through the image processor, because transformers' video processor needs torchvision.
-
         Raises:
             InputError: a file cannot be decoded.
         """
         paths = list(files) or [sample_photograph()]
         request: dict[str, Any] = {}
-        for modality, read in (("image", self._read_image), ("video", self._read_film)):
+        for modality, read in (("image", picture_patches), ("video", film_patches)):
             chosen = [(n, p) for n, p in enumerate(paths) if is_film(p) == (modality == "video")]
             if chosen:
                 pixels, grids = zip(*(read(path, item) for item, path in chosen), strict=True)
@@ -554,40 +517,3 @@ class Qwen3OmniVisionFactory:
                 )
                 request[grid_key] = torch.tensor(grids)
         return request
-
-    def _read_image(self, path: Path, item: int) -> tuple[npt.NDArray[np.float32], list[int]]:
-        return _patches(read_image(path, item), MAX_IMAGE_PIXELS, path, item)
-
-    def _read_film(self, path: Path, item: int) -> tuple[npt.NDArray[np.float32], list[int]]:
-        frames = read_film(path, item, FILM_FRAMES_PER_SECOND, MAX_FILM_FRAMES)
-        frames += frames[-1:] * (len(frames) % FRAMES_OF_A_PATCH)
-        patched = [_patches(frame, MAX_FILM_FRAME_PIXELS, path, item) for frame in frames]
-        (_, h, w) = patched[0][1]
-        # A still picture fills a patch with copies of itself: (rows, channels, frames, side, side).
-        stills = np.stack([pixels for pixels, _ in patched])
-        shape = (len(frames) // FRAMES_OF_A_PATCH, FRAMES_OF_A_PATCH, h * w, -1)
-        cut = stills.reshape(*shape[:3], 3, FRAMES_OF_A_PATCH, PATCH_SIDE**2)
-        pairs = np.stack([cut[:, n, :, :, n] for n in range(FRAMES_OF_A_PATCH)], axis=3)
-        return pairs.reshape(shape[0] * h * w, -1), [shape[0], h, w]
-
-
-def _patches(
-    image: Image.Image, most_pixels: int, path: Path, item: int
-) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """Patches (rows, width) float32 of one picture, and its grid."""
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=PATCH_SIDE,
-        temporal_patch_size=FRAMES_OF_A_PATCH,
-        merge_size=MERGE,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-        min_pixels=MIN_IMAGE_PIXELS,
-        max_pixels=most_pixels,
-    )
-    try:
-        out = processor(images=image, return_tensors="np")
-    except ValueError as error:
-        raise InputError(
-            f"{path} cannot be cut into patches ({error}); crop or pad it", item
-        ) from error
-    return out["pixel_values"].astype(np.float32), out["image_grid_thw"][0].tolist()

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from graphhal.adapter import BufferSpec, Place
+from graphhal.adapters.frame_positions import Taps
 from graphhal.adapters.qwen3_omni_vision import (
     BOUNDARIES,
     KEYS,
@@ -113,7 +114,7 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
             reached.append(even)
         return sorted(reached, key=lambda items: sum(i.tokens for i in items), reverse=True)
 
-    def _axis_taps(self, size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    def _axis_taps(self, size: int) -> Taps:
         """As vLLM has it: the outer places of both grids lie on each other."""
         last = np.float32(self.table_side - 1)
         scale = last / np.float32(size - 1) if size > 1 else np.float32(0)
