@@ -23,10 +23,10 @@ from graphhal.errors import AdapterError, SettingsError
 from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, executor, ranks, towers
 from graphhal.vllm_worker.limits import merged
-from graphhal.vllm_worker.plugin import wants_encoder_graphs
 from graphhal.vllm_worker.protocol import has_protocol
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
 from graphhal.vllm_worker.refusals import own_code_fails
+from graphhal.vllm_worker.switch import wants_encoder_graphs
 from graphhal.vllm_worker.touched import spelled
 
 log = logging.getLogger(__name__)

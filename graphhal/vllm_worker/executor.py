@@ -28,8 +28,6 @@ from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, memory, ranks, touched, towers
 from graphhal.vllm_worker.limits import merged, most_tokens, with_free_slots
 from graphhal.vllm_worker.metrics import Reporter
-from graphhal.vllm_worker.once import warn_once
-from graphhal.vllm_worker.plugin import join_vllms_log, wants_encoder_graphs
 from graphhal.vllm_worker.protocol import has_protocol
 from graphhal.vllm_worker.refusals import (
     AUDIO_KEYS,
@@ -40,7 +38,9 @@ from graphhal.vllm_worker.refusals import (
     request_refusal,
 )
 from graphhal.vllm_worker.served_encoder import ServedEncoder
+from graphhal.vllm_worker.switch import wants_encoder_graphs
 from graphhal.vllm_worker.unsized_groups import count_items, modality_of
+from graphhal.vllm_worker.vllms_log import join_vllms_log, warn_once
 
 log = logging.getLogger(__name__)
 

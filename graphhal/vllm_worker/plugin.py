@@ -22,10 +22,12 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import signature
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
+from graphhal.vllm_worker.switch import config_in_sight, wants_encoder_graphs
 from graphhal.vllm_worker.touched import ENCODER_CUDAGRAPH
+from graphhal.vllm_worker.vllms_log import join_vllms_log
 
 log = logging.getLogger(__name__)
 
@@ -69,26 +71,6 @@ def install(vllm_config: Any = None) -> None:
         _replace_constructor(module)
     if vllm_config is not None:
         _admit(vllm_config)
-
-
-def config_in_sight() -> Any | None:
-    """The vLLM configuration of the code that is running, from its frames; None where none is."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        names = frame.f_locals
-        owner = names.get("self")
-        owned = getattr(owner, "__dict__", {}).get("vllm_config")
-        for candidate in (names.get("vllm_config"), owned):
-            if hasattr(candidate, "compilation_config"):
-                return candidate
-        frame = frame.f_back
-    return None
-
-
-def wants_encoder_graphs(vllm_config: Any) -> bool:
-    """Whether the one flag is on. A configuration without the field never turns anything on."""
-    compilation = getattr(vllm_config, "compilation_config", None)
-    return getattr(compilation, "cudagraph_mm_encoder", False) is True
 
 
 class _Watch(MetaPathFinder):
@@ -153,13 +135,6 @@ def _imported(module: ModuleType) -> None:
         from graphhal.vllm_worker import ascend
 
         ascend.prepare_worker(vllm_config)
-
-
-def join_vllms_log() -> None:
-    """Let graphhal's lines go where vLLM's go: it configures its own logger alone."""
-    ours = logging.getLogger("graphhal")
-    ours.parent = logging.getLogger("vllm")
-    ours.setLevel(ours.level)  # loggers below remember which levels were off before
 
 
 def _admit(vllm_config: Any) -> None:

@@ -18,7 +18,6 @@ from graphhal.settings import ENV_PREFIX, Settings
 from graphhal.vllm_worker import compatibility, touched
 from graphhal.vllm_worker.held_tower import PACKED_BACKENDS, backend_of
 from graphhal.vllm_worker.limits import Limits, limits_of
-from graphhal.vllm_worker.once import warn_once
 from graphhal.vllm_worker.protocol import Dialect, has_protocol
 from graphhal.vllm_worker.protocol_adapter import ProtocolAdapter
 from graphhal.vllm_worker.refusals import (
@@ -27,6 +26,7 @@ from graphhal.vllm_worker.refusals import (
     enabled_modalities,
     misnamed,
 )
+from graphhal.vllm_worker.vllms_log import warn_once
 
 log = logging.getLogger(__name__)
 

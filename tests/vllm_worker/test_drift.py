@@ -29,9 +29,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     """Lines that an operator sees, as if none had been said before."""
     import vllm_on_cpu as on_cpu
 
-    from graphhal.vllm_worker import once
+    from graphhal.vllm_worker import vllms_log
 
-    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr(vllms_log, "_said", set())
     with on_cpu.log_of("graphhal", caplog):
         yield lambda: [
             r.getMessage()
@@ -68,14 +68,14 @@ def test_a_name_that_is_not_as_it_was_leaves_vllms_own_manager(
     import vllm_on_cpu as on_cpu
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-    from graphhal.vllm_worker import once
+    from graphhal.vllm_worker import vllms_log
 
     methods = [name for name in (*touched.MANAGER, *touched.PROTOCOL) if "." in name.split(":")[1]]
     model = on_cpu.qwen3_vl(engine)
     for number, name in enumerate([*methods, *LOOKED_UP_LATE]):
         with monkeypatch.context() as patch:
             replace(patch, name, how)
-            patch.setattr(once, "_said", set())
+            patch.setattr(vllms_log, "_said", set())
             for _ in range(2):
                 assert type(constructed(engine, model)) is EncoderCudaGraphManager, name
         lines = warnings()

@@ -23,7 +23,7 @@ from graphhal.vllm_worker.limits import (
     most_tokens,
     with_free_slots,
 )
-from graphhal.vllm_worker.plugin import wants_encoder_graphs
+from graphhal.vllm_worker.switch import wants_encoder_graphs
 
 ROOT = Path(__file__).resolve().parents[2]
 

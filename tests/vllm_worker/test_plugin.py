@@ -52,11 +52,11 @@ def test_registering_imports_neither_torch_nor_vllm() -> None:
 def test_levels_that_were_off_before_vllms_logger_was_joined_are_asked_again() -> None:
     out = python(
         "import logging\n"
-        "from graphhal.vllm_worker import plugin\n"
+        "from graphhal.vllm_worker import vllms_log\n"
         "logging.getLogger('vllm').setLevel(logging.INFO)\n"
-        "line = logging.getLogger('graphhal.vllm_worker.plugin')\n"
+        "line = logging.getLogger('graphhal.vllm_worker.executor')\n"
         "before = line.isEnabledFor(logging.INFO)\n"
-        "plugin.join_vllms_log()\n"
+        "vllms_log.join_vllms_log()\n"
         "print(before, line.isEnabledFor(logging.INFO))"
     )
     assert out.strip() == "False True"
@@ -239,8 +239,8 @@ import abc
 registry = abc._get_dump(c.SupportsEncoderCudaGraph)[0]
 print(len(registry))
 print([n for n in sys.modules if n.startswith("graphhal.") and n not in (
-    "graphhal.vllm_worker", "graphhal.vllm_worker.plugin",
-    "graphhal.vllm_worker.touched")])
+    "graphhal.vllm_worker", "graphhal.vllm_worker.plugin", "graphhal.vllm_worker.switch",
+    "graphhal.vllm_worker.touched", "graphhal.vllm_worker.vllms_log")])
 levels = [r.levelno for r in records if r.name.startswith("graphhal")]
 print(max(levels, default=0) <= logging.DEBUG)
 """

@@ -153,9 +153,9 @@ def test_an_unknown_vllm_keeps_its_own_manager_and_says_so_once(
     import vllm_on_cpu as on_cpu
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-    from graphhal.vllm_worker import once
+    from graphhal.vllm_worker import vllms_log
 
-    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr(vllms_log, "_said", set())
     if kind == "version":
         monkeypatch.setattr(compatibility, "installed_version", lambda: "0.34.0")
     else:
