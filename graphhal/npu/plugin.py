@@ -61,7 +61,7 @@ def graphhal_probe() -> PlatformInfo | Unavailable:
         return Unavailable(problem)
     from graphhal.npu.attention import attention
     from graphhal.npu.fused_attention import fused_attention
-    from graphhal.npu.memory import free_bytes
+    from graphhal.npu.pool import free_bytes
 
     operator = fused_attention()
     if operator is None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from graphhal.boundaries import Boundaries
-from graphhal.npu import attention, memory
+from graphhal.npu import attention, pool
 from graphhal.npu.fused_attention import VERSIONS, FusedAttention
 from graphhal.plan import GraphKey
 from graphhal.platform import CaptureRequest, Platform
@@ -257,7 +257,7 @@ def test_poison_takes_no_reference_from_the_numbers_of_its_pool() -> None:
     number = int("1000007")
     before = sys.getrefcount(number)
     for _ in range(3):
-        memory._free_sizes(0, (0, number))
+        pool._free_sizes(0, (0, number))
     assert sys.getrefcount(number) == before
 
 
