@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,29 @@ def shape_problems(package: Path) -> list[str]:
     return problems
 
 
+def circle(package: Path) -> list[str]:
+    """Modules that import one another in a circle, imports within functions too; [] for none."""
+    found = {
+        ".".join(("graphhal", *path.relative_to(package).with_suffix("").parts)): tree
+        for path, _, tree in modules(package)
+        if path.name != "__init__.py"
+    }
+    imports = {
+        name: {
+            other
+            for each in imported(tree)
+            for other in (each, each.rpartition(".")[0])
+            if other in found and other != name
+        }
+        for name, tree in found.items()
+    }
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def assert_problems(package: Path) -> list[str]:
     """`python -O` strips asserts, so none may guard anything."""
     return [
@@ -148,6 +172,10 @@ print(*(n for n in {DEVICE_LIBRARIES!r} if n in sys.modules))
 
 def test_imports_point_one_way() -> None:
     assert import_problems(PACKAGE) == []
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circle(PACKAGE) == []
 
 
 def test_every_platform_has_the_same_files_and_is_a_page() -> None:
@@ -227,6 +255,12 @@ def test_a_missing_platform_file_is_found(tmp_path: Path) -> None:
     package = plant_in_copy(tmp_path, "plan.py", "")
     (package / "npu" / "memory.py").unlink()
     assert "npu lacks memory.py" in shape_problems(package)
+
+
+@pytest.mark.parametrize("text", ["import graphhal.npu.memory", "from graphhal.npu import memory"])
+def test_a_planted_circle_is_found(tmp_path: Path, text: str) -> None:
+    package = plant_in_copy(tmp_path, "npu/pool.py", f"\ndef late():\n    {text}\n")
+    assert "graphhal.npu.pool" in circle(package)
 
 
 def test_a_planted_assert_is_found(tmp_path: Path) -> None:
