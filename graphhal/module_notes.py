@@ -1,13 +1,16 @@
 """What modules note from call to call, as it was when a captured call began."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+"""What PyTorch keeps on each: tables, the mode, and its own notes."""
+
 
 class ModuleNotes:
-    """The tensors that modules hold, beside their parameters as well.
+    """The tensors that modules hold, beside their parameters as well, also in lists and dicts.
 
     What a forward sets during a capture lies in a graph's memory, and holds garbage: an eager call
     must find what was there before. And what was there before is what the graph reads: it has to
@@ -21,19 +24,23 @@ class ModuleNotes:
         every = {id(module): module for root in modules for module in root.modules()}.values()
         plain = [module for module in every if not isinstance(module, torch.jit.ScriptModule)]
         self._attributes = [vars(module) for module in plain]
-        weights = [table for m in plain for table in (m._parameters, m._buffers)]
-        self._tables: list[dict[str, Any]] = [*self._attributes, *weights]
-        self._noted: list[Mapping[str, Any]] = []
+        self._weights = [table for m in plain for table in (m._parameters, m._buffers)]
+        self._noted: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+        self._kept: tuple[torch.Tensor, ...] = ()
 
     def take(self) -> None:
         """Note everything, at the start of a call."""
-        self._noted = [table.copy() for table in self._tables]
+        parts = [part for table in self._attributes for part in _parts(_own(table), set())]
+        self._kept = tuple(part for part in parts if isinstance(part, torch.Tensor))
+        dicts = [part for part in parts if isinstance(part, dict)]
+        tables = (*self._attributes, *self._weights, *dicts)
+        self._noted = [(table, table.copy()) for table in tables]
 
     def put_back(self) -> None:
         """Replace every tensor that was set since, by what was noted."""
-        for table, noted in zip(self._tables, self._noted, strict=False):
+        for table, noted in self._noted:
             for name, held in list(table.items()):
-                if not isinstance(held, torch.Tensor) or held is noted.get(name):
+                if held is noted.get(name) or not _holds_tensor(held):
                     continue
                 if name in noted:
                     table[name] = noted[name]
@@ -42,6 +49,23 @@ class ModuleNotes:
 
     def attributes(self) -> tuple[torch.Tensor, ...]:
         """The noted tensors that are neither parameters nor buffers; the notes end here."""
-        noted, self._noted = self._noted[: len(self._attributes)], []
-        held = (value for table in noted for value in table.values())
-        return tuple(value for value in held if isinstance(value, torch.Tensor))
+        kept, self._kept, self._noted = self._kept, (), []
+        return kept
+
+
+def _own(attributes: Mapping[str, Any]) -> list[Any]:
+    return [held for name, held in attributes.items() if name not in OF_EVERY_MODULE]
+
+
+def _parts(held: Any, seen: set[int]) -> Iterator[Any]:
+    """What is held, and what is in it where it is a list, tuple or dict, at any depth."""
+    if id(held) not in seen:
+        seen.add(id(held))
+        yield held
+        within = held.values() if isinstance(held, dict) else held
+        for part in within if isinstance(held, list | tuple | dict) else ():
+            yield from _parts(part, seen)
+
+
+def _holds_tensor(held: Any) -> bool:
+    return any(isinstance(part, torch.Tensor) for part in _parts(held, set()))

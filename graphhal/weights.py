@@ -5,13 +5,13 @@ keeps the numbers that modules held."""
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from inspect import unwrap
 from itertools import count, cycle
 from time import monotonic
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from graphhal.errors import CaptureError
+from graphhal.module_notes import OF_EVERY_MODULE
 
 WHOLE = 128
 """A tower of at most so many tensors is checked whole on every request."""
@@ -38,8 +39,8 @@ FULL_CHECK_SECONDS = 1.0
 
 CALLED = ("forward", "_call_impl")
 """What a call of a module runs, and what is patched, on one module or on its class."""
-BY_MODE = (_DropoutNd, _NormBase, torch.nn.RReLU)
-"""Modules that compute otherwise after `train()` or `eval()`."""
+CONTENTS = 256
+"""Lists and dicts of more entries, as vocabularies, are not watched entry by entry."""
 
 
 _registrations = count(1)
@@ -63,10 +64,6 @@ def _watch_registrations() -> None:
 def _changes() -> int:
     """Rises with every registration and every new hook in this process."""
     return _registered + RemovableHandle.next_id
-
-
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-"""What PyTorch keeps on each: tables, whose contents are watched, the mode, and its own notes."""
 
 
 _GET: Callable[[Mapping[Any, Any], Any], Any] = dict.get  # type: ignore[assignment]
@@ -93,6 +90,46 @@ class _Place(NamedTuple):
         return self.table.get(self.name) is self.held and _lies(self.held) == self.lies
 
 
+class _ListPlace(NamedTuple):
+    """What a list holds."""
+
+    table: list[Any]
+    held: tuple[Any, ...]
+    name: None = None
+    lies: None = None
+
+    def is_as_it_was(self) -> bool:
+        return len(self.table) == len(self.held) and all(map(operator.is_, self.table, self.held))
+
+
+_AnyPlace = _Place | _ListPlace
+
+
+def _contents(held: Any, seen: set[int]) -> Iterator[_AnyPlace]:
+    """What lists, tuples and dicts hold, at any depth."""
+    if not isinstance(held, list | tuple | dict) or len(held) > CONTENTS or id(held) in seen:
+        return
+    seen.add(id(held))
+    if isinstance(held, list):
+        yield _ListPlace(held, tuple(held))
+    table = held if isinstance(held, dict) else dict(enumerate(held))
+    for name, part in table.items():
+        if table is held or isinstance(part, torch.Tensor):
+            yield _Place.of(table, name, part)
+        yield from _contents(part, seen)
+
+
+def _computes_by_mode(kind: type[torch.nn.Module]) -> bool:
+    """Whether modules of this class may compute otherwise after `train()` or `eval()`."""
+    code = getattr(unwrap(kind.forward), "__code__", None)
+    return code is not None and _reads_mode(code)
+
+
+def _reads_mode(code: CodeType) -> bool:
+    within = (part for part in code.co_consts if isinstance(part, CodeType))
+    return "training" in code.co_names or any(map(_reads_mode, within))
+
+
 def _lies(held: Any) -> tuple[int, tuple[int, ...]] | None:
     """Where a tensor lies; a sparse one has no memory of its own."""
     if not isinstance(held, torch.Tensor) or not torch._C._has_storage(held):
@@ -111,8 +148,9 @@ class WeightWatch:
     does; so does a module that was hooked, patched or given a submodule. What was replaced,
     registered or hooked is noticed by the next request, because PyTorch tells of it, and so is a
     class that was patched; other storage under a few of more than `WHOLE` tensors by the first one
-    after a pause, or in turn, and so are hooks that are gone, patches of single modules, and
-    attributes: a tensor beside the parameters, a number, an activation.
+    after a pause, or in turn, and so are hooks that are gone, patches of single modules, the mode
+    where a `forward` reads it, and attributes: a tensor beside the parameters, a number, an
+    activation, and what lists and dicts of them hold. A key that is new in a dict does not count.
 
     Args:
         modules: the roots.
@@ -129,7 +167,7 @@ class WeightWatch:
         kept: Iterable[tuple[torch.nn.Module, str, torch.nn.Module]] = (),
         attributes: bool = True,
     ) -> None:
-        places: dict[tuple[int, Any], _Place] = {
+        places: dict[tuple[int, Any], _AnyPlace] = {
             (id(owner._modules), name): _Place.of(owner._modules, name, held)
             for owner, name, held in kept
         }
@@ -142,6 +180,10 @@ class WeightWatch:
             for name, held in table.items():
                 places[id(table), name] = _Place.of(table, name, held)
         self._modules = list({id(m): m for root in modules for m in root.modules()}.values())
+        self._classes = list(map(type, self._modules))
+        self._kinds = dict.fromkeys(self._classes)
+        noted: dict[tuple[int, Any], _AnyPlace] = {}
+        seen: set[int] = set()
         for module in self._modules:
             if isinstance(module, torch.jit.ScriptModule):
                 raise CaptureError(
@@ -155,22 +197,27 @@ class WeightWatch:
                 for name, held in table.items():
                     places[id(table), name] = _Place.of(table, name, held)
             own = vars(module)
-            for name in (*CALLED, *(["training"] if isinstance(module, BY_MODE) else ())):
+            for name in (*CALLED, *(["training"] if _computes_by_mode(type(module)) else ())):
                 places[id(own), name] = _Place.of(own, name, own.get(name))
             for name in own if attributes else ():
-                if name not in _OF_EVERY_MODULE:
-                    places[id(own), name] = _Place.of(own, name, own[name])
-        self._places = list(places.values())
+                if name not in OF_EVERY_MODULE:
+                    noted[id(own), name] = _Place.of(own, name, own[name])
+                    for part in _contents(own[name], seen):
+                        noted[id(part.table), part.name] = part
+        self._firm = list(places.values())
+        self._noted = [place for key, place in noted.items() if key not in places]
+        own_tables = {id(vars(module)) for module in self._modules}
+        held = {id(p.table): p.table for p in self._noted if isinstance(p.table, dict)}
+        self._keys = [(table, list(table)) for i, table in held.items() if i not in own_tables]
+        self._places = [*self._firm, *self._noted]
         self._look_at(self._places)
-        self._classes = list(map(type, self._modules))
-        self._kinds = dict.fromkeys(self._classes)
         self._calls = list(map(_called, self._kinds))
         self._num_entries = sum(map(len, self._tables))
         _watch_registrations()
         self._changes = _changes()
         self._checked_at = self._asked_at = monotonic()
 
-    def _look_at(self, places: Sequence[_Place]) -> None:
+    def _look_at(self, places: Sequence[_AnyPlace]) -> None:
         tensors = [place for place in places if place.lies is not None]
         self._memory, self._held = _Memory(tensors), _Held(places)
         self._large = len(tensors) > WHOLE
@@ -180,17 +227,10 @@ class WeightWatch:
 
     def settle(self) -> None:
         """Once a ladder is captured: what its forwards set themselves, as a count of calls, or
-        what they keep of the last one, is no attribute to watch."""
-        own = {id(vars(module)) for module in self._modules}
-        self._look_at(
-            [
-                place
-                for place in self._places
-                if id(place.table) not in own
-                or place.name in (*CALLED, "training")
-                or place.is_as_it_was()
-            ]
-        )
+        what they keep of the last one or by size, is no attribute to watch."""
+        caches = {id(table) for table, keys in self._keys if list(table) != keys}
+        still = [p for p in self._noted if id(p.table) not in caches and p.is_as_it_was()]
+        self._look_at([*self._firm, *still])
 
     def moved(self) -> bool:
         """Whether any tensor was replaced, or its memory moved, or a module was hooked, patched or
@@ -244,7 +284,7 @@ class WeightWatch:
         return self._of_other_classes()
 
 
-def _cut(places: Sequence[_Place], size: int) -> Iterator[Sequence[_Place]]:
+def _cut(places: Sequence[_AnyPlace], size: int) -> Iterator[Sequence[_AnyPlace]]:
     for start in range(0, len(places), size):
         yield places[start : start + size]
 
@@ -252,7 +292,7 @@ def _cut(places: Sequence[_Place], size: int) -> Iterator[Sequence[_Place]]:
 class _Memory:
     """Where tensors lie."""
 
-    def __init__(self, places: Sequence[_Place]) -> None:
+    def __init__(self, places: Sequence[_AnyPlace]) -> None:
         tensors = [(place.held, place.lies[0]) for place in places if place.lies is not None]
         self._data_ptrs = [held.data_ptr for held, _ in tensors]
         self._addresses = [address for _, address in tensors]
@@ -266,7 +306,9 @@ class _Memory:
 class _Held:
     """What tables hold, and the strides of what is a tensor."""
 
-    def __init__(self, places: Sequence[_Place]) -> None:
+    def __init__(self, every: Sequence[_AnyPlace]) -> None:
+        places = [place for place in every if isinstance(place, _Place)]
+        self._lists = [place for place in every if isinstance(place, _ListPlace)]
         self._tables = [place.table for place in places]
         self._names = [place.name for place in places]
         self._held = [place.held for place in places]
@@ -281,6 +323,8 @@ class _Held:
     def replaced(self) -> bool:
         """Whether a table holds something else, or a tensor has other strides."""
         if not all(map(operator.is_, map(_GET, self._tables, self._names), self._held)):
+            return True
+        if not all(place.is_as_it_was() for place in self._lists):
             return True
         with torch._C.DisableTorchFunctionSubclass():
             return [stride() for stride in self._strides] != self._steps

@@ -35,7 +35,8 @@ ONLY_IMPORTERS = {
 # A module imports from earlier lines only; a package counts as one, whatever it does inside.
 ORDER = (
     {"errors"},
-    {"boundaries", "items", "settings", "peers", "weights", "module_notes"},
+    {"boundaries", "items", "settings", "peers", "module_notes"},
+    {"weights"},
     {"cost_table", "stats"},
     {"plan"},
     {"platform"},

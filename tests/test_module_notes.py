@@ -49,3 +49,21 @@ def test_torchscript_keeps_its_own_counsel():
     notes.take()
     notes.put_back()
     assert notes.attributes() == ()
+
+
+def test_what_lists_and_dicts_hold_is_noted_and_put_back():
+    made = nn.Linear(2, 2)
+    made.by_name, made.pair, made.words = {"noted": torch.zeros(1)}, (4, torch.zeros(1)), ["a"]
+    made.nested = [{"last": torch.zeros(1)}]
+    made.nested.append(made.nested)
+    noted, pair, last = made.by_name["noted"], made.pair, made.nested[0]["last"]
+    notes = ModuleNotes([made])
+    notes.take()
+    made.by_name["noted"], made.by_name["new"], made.pair = torch.ones(1), torch.ones(1), [pair[1]]
+    made.nested[0]["last"], made.words = torch.ones(1), ["b"]
+    notes.put_back()
+    assert made.by_name == {"noted": noted}
+    assert made.pair is pair
+    assert made.nested[0]["last"] is last
+    assert made.words == ["b"]
+    assert set(map(id, notes.attributes())) == set(map(id, (noted, pair[1], last)))

@@ -1108,13 +1108,18 @@ def test_a_memory_profile_leaves_the_modules_what_they_noted_before():
     assert torch.equal(graphs.run_eager(images(3))[0], expected[0])
 
 
-def test_what_a_forward_keeps_by_size_lives_as_long_as_the_graph_that_reads_it(platform):
+@pytest.mark.parametrize(
+    "within", [lambda kept: kept, lambda kept: (len(kept), kept)], ids=["tensor", "tuple"]
+)
+def test_what_a_forward_keeps_by_size_lives_as_long_as_the_graph_that_reads_it(platform, within):
     class Keeps(ToyEncoder):
         def forward(self, inputs, max_seqlen):
             rows = len(inputs["pixels"])
-            kept = getattr(self.tower, "kept", None)
+            held = getattr(self.tower, "kept", None)
+            kept = held[1] if isinstance(held, tuple) else held
             if kept is None or len(kept) != rows:
-                kept = self.tower.kept = torch.zeros(rows, 1)
+                kept = torch.zeros(rows, 1)
+                self.tower.kept = within(kept)
                 made[rows].append(weakref.ref(kept))
             return super().forward({**inputs, "pixels": inputs["pixels"] + kept}, max_seqlen)
 

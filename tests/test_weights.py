@@ -128,11 +128,36 @@ def change_a_layers_number(made: Tower) -> None:
     made.blocks[0].boundary_set = "other"
 
 
+def change_an_entry(made: Tower) -> None:
+    made.gains[0] = 2.0
+
+
+def change_a_nested_entry(made: Tower) -> None:
+    made.gains[1].append(2.0)
+
+
+def change_an_entry_by_name(made: Tower) -> None:
+    made.scaling["default"] = 2.0
+
+
+def append_a_word(made: Tower) -> None:
+    made.merged.append("default")
+
+
+def rebind_a_tensor_in_a_tuple(made: Tower) -> None:
+    made.tables[0].data = made.tables[0].data.clone()
+
+
 REBINDINGS: list[Callable[[Tower], None]] = [
     replace_plain_tensor,
     rebind_plain_tensor,
     change_a_number,
     change_a_layers_number,
+    change_an_entry,
+    change_a_nested_entry,
+    change_an_entry_by_name,
+    append_a_word,
+    rebind_a_tensor_in_a_tuple,
     patch_call,
     give_another_class,
     transpose_the_data,
@@ -224,6 +249,43 @@ def test_settling_forgives_no_mode():
     watch = WeightWatch([made])
     made.eval()
     watch.settle()
+    assert noticed(watch)
+
+
+def test_lists_and_dicts_that_forwards_change_are_left_out_once_they_settled():
+    made = tower()
+    made.by_size, made.last, made.calls = {4: torch.ones(4)}, {"rows": 4}, [1]
+    watch = WeightWatch([made])
+    made.by_size[8] = torch.ones(8)
+    made.last["rows"] = 8
+    made.calls.append(2)
+    assert watch.moved()
+    watch.settle()
+    made.by_size.pop(4)
+    made.last["rows"] = 16
+    made.calls.append(3)
+    assert not watch.moved()
+    assert not noticed(watch)
+    change_an_entry_by_name(made)
+    assert noticed(watch)
+
+
+def test_a_key_that_is_new_moves_nothing():
+    made = tower()
+    watch = WeightWatch([made])
+    made.scaling["other"] = 1.0
+    assert not noticed(watch)
+
+
+def test_a_list_that_holds_itself_and_a_long_one_are_watched_as_a_whole():
+    made = nn.Module()
+    made.words = list(range(weights.CONTENTS + 1))
+    made.words[0] = made.loop = [made.words]
+    made.loop.append(made.loop)
+    watch = WeightWatch([made])
+    made.words[1] = 0
+    assert not noticed(watch)
+    made.words = []
     assert noticed(watch)
 
 
@@ -477,7 +539,22 @@ def test_a_class_that_is_patched_after_capture_is_noticed(
     assert noticed(watch)
 
 
-@pytest.mark.parametrize("module", [nn.Dropout(0.5), nn.BatchNorm1d(4), nn.RReLU()])
+class ReadsMode(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(rows, 0.5, training=self.training)
+
+
+class ReadsModeWithin(nn.Module):
+    @torch.no_grad()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row * 2 if self.training else row for row in rows])
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Dropout(0.5), nn.BatchNorm1d(4), nn.RReLU(), ReadsMode(), ReadsModeWithin()],
+    ids=lambda module: type(module).__name__,
+)
 def test_the_mode_of_a_module_that_computes_by_it_is_noticed(module: nn.Module) -> None:
     watch = WeightWatch([nn.Sequential(module.train())])
     assert not watch.moved()

@@ -4,6 +4,7 @@ A request is `{"pixels": (rows, 6), "grids": [(frames, rows a frame), ...]}`; a 
 grid names its modality. Two rows merge into one token.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,9 @@ class Tower(nn.Module):
         self.positions = nn.Parameter(torch.empty(POSITIONS, HIDDEN))
         self.register_buffer("scale", torch.full((HIDDEN,), 1.5))
         self.shift, self.gain = torch.zeros(HIDDEN), 1.0  # beside parameters and buffers
+        self.gains, self.scaling = [1.0, [1.0]], {"default": 1.0}
+        self.merged: list[str] = []
+        self.tables = (torch.ones(HIDDEN),)
         self.blocks = nn.ModuleList(Block(name) for name in sets)
         self.mergers = nn.ModuleList(nn.Linear(MERGE * HIDDEN, WIDTH) for _ in range(levels))
 
@@ -59,6 +63,7 @@ class Tower(nn.Module):
         """`to` moves what PyTorch does not know of, too."""
         super()._apply(fn, recurse)
         self.shift = fn(self.shift)
+        self.tables = tuple(map(fn, self.tables))
         return self
 
 
@@ -182,6 +187,8 @@ class ToyEncoder(EncoderAdapter):
         assert self.attention is not None
         tower = self.tower
         rows = tower.embed(inputs["pixels"]) * tower.scale * tower.gain + tower.shift
+        rows = rows * (tower.gains[0] * tower.scaling["default"] * (1 + len(tower.merged)))
+        rows = rows * (tower.tables[0] * math.prod(tower.gains[1]))
         rows = rows + tower.positions[inputs["position_ids"]]
         levels: list[torch.Tensor] = []
         for block in tower.blocks:
