@@ -15,16 +15,16 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 if ! "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("vllm", "pytest_timeout", "hypothesis", "prometheus_fastapi_instrumentator", "graphhal"))))'; then
     bare=ci/vllm_requirements_bare.txt
-    "$venv/bin/pip" install -q -r ci/vllm_requirements.txt
+    "$venv/bin/pip" install -q --no-compile -r ci/vllm_requirements.txt
     if [ "${VLLM_OMNI:-0}" = 1 ]; then
-        grep -v '^vllm==' "$bare" | "$venv/bin/pip" install -q --no-deps -r /dev/stdin \
+        grep -v '^vllm==' "$bare" | "$venv/bin/pip" install -q --no-compile --no-deps -r /dev/stdin \
             vllm==0.30.0 vllm-omni==0.30.0 aenum==3.1.17 tiktoken==0.14.0 loguru==0.7.3 \
             omegaconf==2.4.0 prettytable==3.18.0 diffusers==0.42.1
     else
-        "$venv/bin/pip" install -q --no-deps -r "$bare"
+        "$venv/bin/pip" install -q --no-compile --no-deps -r "$bare"
     fi
-    "$venv/bin/pip" install -q --no-deps hatchling pathspec trove-classifiers editables
-    "$venv/bin/pip" install -q --no-deps --no-build-isolation -e .
+    "$venv/bin/pip" install -q --no-compile --no-deps hatchling pathspec trove-classifiers editables
+    "$venv/bin/pip" install -q --no-compile --no-deps --no-build-isolation -e .
     # GPU kernels are never loaded here.
     find "$venv"/lib/python3*/site-packages/vllm -name '*.so' -size +1M -delete
 fi

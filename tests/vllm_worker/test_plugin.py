@@ -171,13 +171,13 @@ def started(method):
 if __name__ == "__main__":
     os.environ.pop("VLLM_PLUGINS", None)
     print("RESULT unset", started("spawn"), flush=True)
-    os.environ["VLLM_PLUGINS"] = "other"
-    print("RESULT other", started("spawn"), flush=True)
-    os.environ["VLLM_PLUGINS"] = "graphhal"
     import torch
     if "+cpu" in torch.__version__:
         import torchvision_schemas
     from vllm.plugins import load_general_plugins
+    os.environ["VLLM_PLUGINS"] = "other"
+    print("RESULT other", started("fork"), flush=True)
+    os.environ["VLLM_PLUGINS"] = "graphhal"
     load_general_plugins()
     print("RESULT parent", watchers())
     print("RESULT fork", started("fork"))
@@ -207,12 +207,7 @@ def test_every_process_that_vllm_starts_loads_the_entry_point_once(tmp_path: Pat
     ]
 
 
-@pytest.mark.vllm
-def test_without_the_flag_vllm_is_as_it_was() -> None:
-    """Every attribute of the modules that graphhal touches, before and after registering."""
-    code = (
-        PRELUDE
-        + """
+WITHOUT_THE_FLAG = """
 import logging
 records = []
 class Keep(logging.Handler):
@@ -244,19 +239,8 @@ print([n for n in sys.modules if n.startswith("graphhal.") and n not in (
 levels = [r.levelno for r in records if r.name.startswith("graphhal")]
 print(max(levels, default=0) <= logging.DEBUG)
 """
-    )
-    lines = python(code).strip().splitlines()
-    assert lines[-4] == "True False vllm.v1.worker.encoder_cudagraph"
-    assert lines[-3:] == ["0", "[]", "True"]
 
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("first", ["runner", "model"])
-def test_an_opted_in_model_gains_the_protocol_whatever_is_imported_first(first: str) -> None:
-    """V2 imports its runner, V1 may import the model first; the entry point finds both."""
-    code = (
-        PRELUDE
-        + """
+OPTED_IN = """
 from graphhal.vllm_worker import plugin
 plugin.register()
 import types
@@ -271,13 +255,64 @@ class Worker:
     def model(self):
         import vllm.model_executor.models.qwen3_omni_moe_thinker
 worker = Worker()
-for step in ORDER:
+for step in STEPS:
     getattr(worker, step)()
 from vllm.model_executor.models import interfaces, qwen3_omni_moe_thinker as thinker
 import vllm.v1.worker.encoder_cudagraph as graphs
 model = object.__new__(thinker.Qwen3OmniMoeThinkerForConditionalGeneration)
 print(interfaces.supports_encoder_cudagraph(model),
     "__new__" in vars(graphs.EncoderCudaGraphManager))
-""".replace("ORDER", repr(["runner", "model"] if first == "runner" else ["model", "runner"]))
-    )
-    assert python(code).strip().splitlines()[-1] == "True True"
+"""
+
+CASES = {
+    "without the flag": WITHOUT_THE_FLAG,
+    "runner first": OPTED_IN.replace("STEPS", "('runner', 'model')"),
+    "model first": OPTED_IN.replace("STEPS", "('model', 'runner')"),
+}
+
+IN_FORKS = (
+    PRELUDE
+    + """
+import vllm.model_executor.models.interfaces  # most of vLLM, once; none of what is watched
+from graphhal.vllm_worker import plugin
+assert not set(plugin.WATCHED) & set(sys.modules)
+for name, code in CASES.items():
+    sys.stdout.write(f"CASE {name}\\n")
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        exec(code, {"sys": sys})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """Lines of each of `CASES`, run in a process that has not imported the watched modules."""
+    lines: dict[str, list[str]] = {}
+    for line in python(IN_FORKS.replace("CASES", repr(CASES))).splitlines():
+        if line.startswith("CASE "):
+            case = lines.setdefault(line.removeprefix("CASE "), [])
+        elif lines:
+            case.append(line)
+    return lines
+
+
+@pytest.mark.vllm
+def test_without_the_flag_vllm_is_as_it_was(said: dict[str, list[str]]) -> None:
+    """Every attribute of the modules that graphhal touches, before and after registering."""
+    lines = said["without the flag"]
+    assert lines[-4] == "True False vllm.v1.worker.encoder_cudagraph"
+    assert lines[-3:] == ["0", "[]", "True"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("first", ["runner", "model"])
+def test_an_opted_in_model_gains_the_protocol_whatever_is_imported_first(
+    said: dict[str, list[str]], first: str
+) -> None:
+    """V2 imports its runner, V1 may import the model first; the entry point finds both."""
+    assert said[f"{first} first"][-1] == "True True"

@@ -1,7 +1,9 @@
 """Two tensor-parallel ranks of real vLLM on a CPU: data-parallel encoders, and split weights."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -10,15 +12,19 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-RANK = """
-import json, os, sys
+RANKS = """
+import contextlib, json, os, sys
 import torch
 if "+cpu" in torch.__version__:
     import torchvision_schemas
-rank, folder = int(sys.argv[1]), sys.argv[2]
+folder = sys.argv[1]
 import vllm_on_cpu as on_cpu
 from graphhal.vllm_worker import plugin
 plugin.register()
+import vllm.v1.worker.gpu_model_runner  # once for both ranks
+import vllm.model_executor.models.qwen3_vl
+other = os.fork()
+rank = 0 if other else 1
 
 def serve(mode):
     os.makedirs(f"{folder}/{mode}", exist_ok=True)
@@ -78,13 +84,19 @@ def differ(mode, name):
         return {"said": said, "served": manager is not None,
                 "seconds": time.perf_counter() - started}
 
-import contextlib
 from graphhal.errors import SettingsError
 ERRORS = {"encoder": RuntimeError, "platform": RuntimeError, "options": SettingsError}
+
+def tell(mode, found):
+    line = json.dumps({"rank": rank, "mode": mode, **found})
+    os.write(1, f"RESULT {line}\\n".encode())  # at once: both ranks write
+
 for mode in ("data", "weights"):
-    print("RESULT", json.dumps({"mode": mode, **serve(mode)}), flush=True)
+    tell(mode, serve(mode))
 for mode, name in (("data", "encoder"), ("weights", "platform"), ("data", "options")):
-    print("RESULT", json.dumps({"mode": name, **differ(mode, name)}), flush=True)
+    tell(name, differ(mode, name))
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
@@ -92,31 +104,24 @@ for mode, name in (("data", "encoder"), ("weights", "platform"), ("data", "optio
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Results of both ranks, by mode."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = folder / "rank.py"
-    script.write_text(RANK)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)],
-            env=os.environ.copy(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    results: dict[str, list[dict[str, Any]]] = {}
+    script = folder / "ranks.py"
+    script.write_text(RANKS)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script), str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
-        for process in processes:
-            out, error = process.communicate(timeout=500)
-            assert process.returncode == 0, error[-3000:]
-            for line in out.splitlines():
-                if line.startswith("RESULT"):
-                    found = json.loads(line.removeprefix("RESULT "))
-                    results.setdefault(found["mode"], []).append(found)
+        out, error = process.communicate(timeout=500)
     finally:
-        for process in processes:
-            process.kill()
-    return results
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, error[-3000:]
+    results: dict[str, list[dict[str, Any]]] = {}
+    for line in out.splitlines():
+        if line.startswith("RESULT"):
+            found = json.loads(line.removeprefix("RESULT "))
+            results.setdefault(found["mode"], []).append(found)
+    return {mode: sorted(found, key=lambda each: each["rank"]) for mode, found in results.items()}
 
 
 @pytest.mark.timeout(600)

@@ -82,30 +82,33 @@ def test_vllms_layerwise_reload_is_never_answered_from_old_weights(
     assert torch.allclose(ours, plain, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["data", "parameter", "module"])
-def test_memory_that_moved_while_asleep_is_noticed_by_the_next_request(
-    engine: Any, how: str
-) -> None:
+def test_memory_that_moved_while_asleep_is_noticed_by_the_next_request(engine: Any) -> None:
     """Nobody calls `check_weights`: waking up tells no plugin."""
     import vllm_on_cpu as on_cpu
 
     model = on_cpu.qwen3_vl(engine)
     manager = on_cpu.make_manager(engine, model)
-    manager.capture(graph_pool=None)
     group = on_cpu.image_group(model, GRID)
-    assert manager.execute(group) is not None
     table = model.visual.pos_embed
-    if how == "data":
+
+    def data() -> None:
         table.weight.data = table.weight.data.clone()
-    elif how == "parameter":
+
+    def parameter() -> None:
         table.weight = torch.nn.Parameter(table.weight.data.clone(), requires_grad=False)
-    else:
+
+    def module() -> None:
         model.visual.pos_embed = torch.nn.Embedding.from_pretrained(table.weight.data.clone())
-    for _ in range(40):  # a busy server checks some of the weights with every request
-        if manager.execute(group) is None:
-            break
-    misses = manager.stats()["misses"]
-    assert misses == {"image": {"weights were rebound after capture": 1}}
-    assert manager.execute(group) is None
+
+    for number, move in enumerate((data, parameter, module), start=1):
+        manager.capture(graph_pool=None)
+        assert manager.execute(group) is not None, move
+        move()
+        for _ in range(40):  # a busy server checks some of the weights with every request
+            if manager.execute(group) is None:
+                break
+        misses = manager.stats()["misses"]
+        assert misses == {"image": {"weights were rebound after capture": 2 * number - 1}}, move
+        assert manager.execute(group) is None, move
     manager.capture(graph_pool=None)
     assert manager.execute(group) is not None
