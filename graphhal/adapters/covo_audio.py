@@ -16,8 +16,8 @@ from graphhal.adapter import BufferSpec, EncoderAdapter, Place
 from graphhal.adapters.host_sizes import host_int, host_ints
 from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import read_sound, sample_speech
-from graphhal.adapters.seeded_weights import with_seeded_weights
-from graphhal.errors import AdapterError, InputError, SettingsError
+from graphhal.adapters.seeded_weights import chosen_preset, with_seeded_weights
+from graphhal.errors import AdapterError, InputError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
 from graphhal.settings import Settings
@@ -362,9 +362,7 @@ class CovoAudioFactory:
         Raises:
             SettingsError: no such preset.
         """
-        if preset not in self.presets:
-            raise SettingsError(f"unknown preset {preset!r}; presets: {', '.join(self.presets)}")
-        config, output, hidden = self.presets[preset]()
+        config, output, hidden = chosen_preset(self.presets, preset)()
         config._attn_implementation = "sdpa"
         stage = with_seeded_weights(
             lambda: CovoStage(

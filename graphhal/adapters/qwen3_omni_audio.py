@@ -19,9 +19,9 @@ from graphhal.adapter import BufferSpec, EncoderAdapter
 from graphhal.adapters.host_sizes import host_ints
 from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import read_sound, sample_speech
-from graphhal.adapters.seeded_weights import with_seeded_weights
+from graphhal.adapters.seeded_weights import chosen_preset, with_seeded_weights
 from graphhal.adapters.transformers_attention import use_packed_attention
-from graphhal.errors import AdapterError, InputError, SettingsError
+from graphhal.errors import AdapterError, InputError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey, SequenceBound
 from graphhal.platform import Platform
@@ -424,9 +424,7 @@ class Qwen3OmniAudioFactory:
         Raises:
             SettingsError: no such preset.
         """
-        if preset not in self.presets:
-            raise SettingsError(f"unknown preset {preset!r}; presets: {', '.join(self.presets)}")
-        config = self.presets[preset]()
+        config = chosen_preset(self.presets, preset)()
         config._attn_implementation = "sdpa"
         encoder = with_seeded_weights(lambda: Qwen3OmniMoeAudioEncoder(config), device, dtype, seed)
         positions = encoder.positional_embedding

@@ -22,7 +22,7 @@ from graphhal.adapters.host_sizes import host_rows
 from graphhal.adapters.picture_patches import film_patches, picture_patches
 from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import is_film, sample_photograph
-from graphhal.adapters.seeded_weights import with_seeded_weights
+from graphhal.adapters.seeded_weights import chosen_preset, with_seeded_weights
 from graphhal.adapters.token_ladder import token_budgets
 from graphhal.adapters.transformers_attention import use_packed_attention
 from graphhal.errors import AdapterError, InputError, SettingsError
@@ -486,9 +486,7 @@ class Qwen3OmniVisionFactory:
         Raises:
             SettingsError: no such preset.
         """
-        if preset not in self.presets:
-            raise SettingsError(f"unknown preset {preset!r}; presets: {', '.join(self.presets)}")
-        config = self.presets[preset]()
+        config = chosen_preset(self.presets, preset)()
         config._attn_implementation = "sdpa"
         encoder = with_seeded_weights(
             lambda: Qwen3OmniMoeVisionEncoder(config), device, dtype, seed

@@ -1,12 +1,26 @@
 """Towers with seeded random weights, built without computing the library's own initialisation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from graphhal.errors import SettingsError
+
+Preset = TypeVar("Preset")
 Tower = TypeVar("Tower", bound=nn.Module)
+
+
+def chosen_preset(presets: Mapping[str, Preset], name: str) -> Preset:
+    """The preset of this name.
+
+    Raises:
+        SettingsError: no such preset.
+    """
+    if name not in presets:
+        raise SettingsError(f"unknown preset {name!r}; presets: {', '.join(presets)}")
+    return presets[name]
 
 
 def with_seeded_weights(

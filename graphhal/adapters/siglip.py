@@ -14,8 +14,8 @@ from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisi
 from graphhal.adapter import BufferSpec, EncoderAdapter
 from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import read_image, sample_photograph
-from graphhal.adapters.seeded_weights import with_seeded_weights
-from graphhal.errors import InputError, SettingsError
+from graphhal.adapters.seeded_weights import chosen_preset, with_seeded_weights
+from graphhal.errors import InputError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
 from graphhal.settings import Settings
@@ -105,9 +105,7 @@ class SiglipFactory:
 
     def build(self, preset: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Siglip:
         """The tower with seeded random weights; `full` is siglip-base-patch16-224."""
-        if preset not in PRESETS:
-            raise SettingsError(f"unknown preset {preset!r}; presets: {', '.join(PRESETS)}")
-        config = SiglipVisionConfig(**PRESETS[preset], vision_use_head=False)
+        config = SiglipVisionConfig(**chosen_preset(PRESETS, preset), vision_use_head=False)
         tower = with_seeded_weights(lambda: SiglipVisionModel(config), device, dtype, seed)
         tower.embeddings.position_ids = torch.arange(tower.embeddings.num_positions, device=device)
         return Siglip(tower)
