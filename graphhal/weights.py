@@ -4,7 +4,7 @@ keeps the numbers that modules held."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from inspect import unwrap
 from itertools import count, cycle
 from time import monotonic
@@ -119,6 +119,15 @@ def _contents(held: Any, seen: set[int]) -> Iterator[_AnyPlace]:
         yield from _contents(part, seen)
 
 
+def _shadowable(kind: type[torch.nn.Module]) -> Iterator[str]:
+    """What an instance of this class may have of its own after capture in place of the class's."""
+    for each in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
+        if not each.__module__.startswith("torch.nn."):
+            for name, held in vars(each).items():
+                if not name.startswith("__") and not isinstance(held, cached_property):
+                    yield name
+
+
 def _computes_by_mode(kind: type[torch.nn.Module]) -> bool:
     """Whether modules of this class may compute otherwise after `train()` or `eval()`."""
     code = getattr(unwrap(kind.forward), "__code__", None)
@@ -150,7 +159,8 @@ class WeightWatch:
     class that was patched; other storage under a few of more than `WHOLE` tensors by the first one
     after a pause, or in turn, and so are hooks that are gone, patches of single modules, the mode
     where a `forward` reads it, and attributes: a tensor beside the parameters, a number, an
-    activation, and what lists and dicts of them hold. A key that is new in a dict does not count.
+    activation, and what lists and dicts of them hold. What is new does not count, as a key of a
+    dict, unless it takes the place of a class's own: a number, a method.
 
     Args:
         modules: the roots.
@@ -199,10 +209,10 @@ class WeightWatch:
             own = vars(module)
             for name in (*CALLED, *(["training"] if _computes_by_mode(type(module)) else ())):
                 places[id(own), name] = _Place.of(own, name, own.get(name))
-            for name in own if attributes else ():
+            for name in dict.fromkeys((*own, *_shadowable(type(module)))) if attributes else ():
                 if name not in OF_EVERY_MODULE:
-                    noted[id(own), name] = _Place.of(own, name, own[name])
-                    for part in _contents(own[name], seen):
+                    noted[id(own), name] = _Place.of(own, name, own.get(name))
+                    for part in _contents(own.get(name), seen):
                         noted[id(part.table), part.name] = part
         self._firm = list(places.values())
         self._noted = [place for key, place in noted.items() if key not in places]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cached_property
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from graphhal import weights
 from graphhal.weights import PLACES, WHOLE, WINDOW, WeightWatch
-from tests.toy_encoder import FULL, Tower
+from tests.toy_encoder import FULL, HIDDEN, MERGE, Tower
 
 
 def noticed(watch: WeightWatch) -> bool:
@@ -148,6 +149,14 @@ def rebind_a_tensor_in_a_tuple(made: Tower) -> None:
     made.tables[0].data = made.tables[0].data.clone()
 
 
+def shadow_a_number_of_the_class(made: Tower) -> None:
+    made.share = 2.0
+
+
+def patch_a_method(made: Tower) -> None:
+    made.merged_rows = lambda rows: rows.reshape(-1, MERGE * HIDDEN) * 2
+
+
 REBINDINGS: list[Callable[[Tower], None]] = [
     replace_plain_tensor,
     rebind_plain_tensor,
@@ -157,6 +166,8 @@ REBINDINGS: list[Callable[[Tower], None]] = [
     change_a_nested_entry,
     change_an_entry_by_name,
     append_a_word,
+    shadow_a_number_of_the_class,
+    patch_a_method,
     rebind_a_tensor_in_a_tuple,
     patch_call,
     give_another_class,
@@ -274,6 +285,18 @@ def test_a_key_that_is_new_moves_nothing():
     made = tower()
     watch = WeightWatch([made])
     made.scaling["other"] = 1.0
+    assert not noticed(watch)
+
+
+def test_a_property_that_is_computed_once_moves_nothing():
+    class Late(nn.Linear):
+        @cached_property
+        def width(self) -> int:
+            return self.in_features
+
+    made = Late(2, 2)
+    watch = WeightWatch([made])
+    assert made.width == 2
     assert not noticed(watch)
 
 

@@ -47,6 +47,8 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
+    share = 1.0
+
     def __init__(self, sets: Sequence[str], levels: int) -> None:
         super().__init__()
         self.embed = nn.Linear(CHANNELS, HIDDEN)
@@ -58,6 +60,9 @@ class Tower(nn.Module):
         self.tables = (torch.ones(HIDDEN),)
         self.blocks = nn.ModuleList(Block(name) for name in sets)
         self.mergers = nn.ModuleList(nn.Linear(MERGE * HIDDEN, WIDTH) for _ in range(levels))
+
+    def merged_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(-1, MERGE * HIDDEN) * self.share
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
         """`to` moves what PyTorch does not know of, too."""
@@ -196,7 +201,7 @@ class ToyEncoder(EncoderAdapter):
             rows = block(rows, self.attention, inputs[name], max_seqlen[name])
             levels.append(rows)
         merged = [
-            merger(level.reshape(-1, MERGE * HIDDEN))
+            merger(tower.merged_rows(level))
             for merger, level in zip(tower.mergers, reversed(levels), strict=False)
         ]
         return merged[0] if len(merged) == 1 else merged
