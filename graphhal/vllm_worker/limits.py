@@ -158,7 +158,7 @@ def limits_of(settings: Settings, vllm_config: Any, model: Any) -> Limits:
             raise SettingsError(f"{type(model).__name__} names the budget range {low} to {high}")
         high = min(high, settings.max_tokens)
         low = min(low, high)
-    else:
+    elif settings.token_budgets:
         low, high = settings.token_budgets[0], settings.token_budgets[-1]
     return Limits(
         settings.token_budgets, low, high, settings.max_items, frames_of(settings, vllm_config)

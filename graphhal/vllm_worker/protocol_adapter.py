@@ -253,10 +253,11 @@ class ProtocolAdapter(EncoderAdapter):
         return self._budgets
 
     def _choose_budgets(self) -> tuple[int, ...]:
-        low, high = self.rule.minimum or self.limits.low, self.limits.high
-        if self.limits.budgets is not None and self.rule.minimum is None:
-            return self.limits.budgets
-        low = min(low, high)
+        named = self.limits.budgets
+        if named is not None and (self.rule.minimum is None or not named):
+            return named
+        high = self.limits.high
+        low = min(self.rule.minimum or self.limits.low, high)
         plain = _doubling(low, high)
         probe = self._buffers.dummies(min(plain), self._axes[0])
         packed = any(name in BOUNDS for name in probe)
@@ -477,6 +478,8 @@ class ProtocolAdapter(EncoderAdapter):
     def _grids(self) -> grid_requests.PictureRequests | None:
         if self._sought_grid or self.path_name != "default" or self._has_axes:
             return self._grid
+        if not self.budgets():
+            return None
         self._sought_grid = True
         budget = min(self.budgets())
         inputs = self._buffers.dummies(budget, ())

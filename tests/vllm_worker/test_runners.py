@@ -186,6 +186,25 @@ def test_graphs_are_warmed_up_once_or_as_often_as_asked(
     assert made == {passes}
 
 
+@pytest.mark.parametrize("adapter", ["own", "protocol"])
+def test_an_empty_list_of_budgets_asks_for_no_graph(
+    engine: Any, adapter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for a model whose other encoder alone shall have graphs; it is no fault of the model's."""
+    import vllm_on_cpu as on_cpu
+
+    engine.compilation_config.encoder_cudagraph_token_budgets = []
+    engine.additional_config["graphhal"] |= {"vllm_adapter": adapter, "token_budgets": []}
+    model = on_cpu.qwen3_vl(engine)
+    with on_cpu.log_of("graphhal", caplog):
+        manager = on_cpu.make_manager(engine, model)
+        manager.capture(graph_pool=None)
+        assert manager.execute(on_cpu.image_group(model, [[1, 8, 8]])) is None
+    assert "its own code" not in caplog.text
+    assert manager.stats()["misses"] == {"image": {"no graph is captured": 1}}
+    assert manager.token_budgets == []
+
+
 def test_pre_computed_embeddings_are_never_replayed(engine: Any) -> None:
     import vllm_on_cpu as on_cpu
 
