@@ -1,9 +1,6 @@
 """Any model with vLLM's encoder-graph protocol, where the model's own code prepares the buffers."""
 
-import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -16,27 +13,25 @@ from graphhal.errors import AdapterError, InputError, RefusedError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey, SequenceBound
 from graphhal.platform import Platform
-from graphhal.self_check import TOLERANCE, Difference
 from graphhal.settings import SelfCheck, Settings
-from graphhal.vllm_worker import grid_requests, host_ends
+from graphhal.vllm_worker import grid_requests, host_ends, protocol_eager
 from graphhal.vllm_worker.layout_check import LayoutCheck
 from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule, tower_modules
-from graphhal.vllm_worker.protocol_buffers import BOUNDS, MARKER, ProtocolBuffers, safe_bound
+from graphhal.vllm_worker.protocol_buffers import BOUNDS, MARKER, ProtocolBuffers
+from graphhal.vllm_worker.protocol_examples import (
+    CAPTURE_INPUTS,
+    CAPTURE_VALUES,
+    ProtocolExamples,
+)
 from graphhal.vllm_worker.protocol_items import Signature, are_all, signature_of
 from graphhal.vllm_worker.protocol_staging import copies
 from graphhal.vllm_worker.refusals import SIGHT_KEYS
-
-log = logging.getLogger(__name__)
 
 NEVER = 2**30
 """Tokens of an item that its model never wants in a graph (Kimi K2.5: chunks of films)."""
 EAGER = "eager_request"
 """The input that tells `forward` to run the model's own eager code."""
-CAPTURE_INPUTS = "graphhal_capture_inputs"
-"""The key of an example's items where its values are the model's own dummy inputs."""
-CAPTURE_VALUES = "graphhal_capture_values"
-"""The key of those values; models fill them at random, the example's seed decides how."""
 
 
 class ProtocolAdapter(EncoderAdapter):
@@ -90,10 +85,10 @@ class ProtocolAdapter(EncoderAdapter):
         self._layouts = LayoutCheck(self.name, settings.tolerance)
         self._buffers = ProtocolBuffers(model, dialect, path, limits, device, dtype)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
-        self._grid: grid_requests.PictureRequests | None = None
-        self._sought_grid = False
-        self._host_values: Mapping[str, torch.Tensor] = {}
-        self._scatters_only = dialect.scatters_only(model)
+        writes = path == "default" and not self._has_axes
+        self._examples = ProtocolExamples(
+            model, dialect, path, limits, self._buffers, self.budgets, device, writes
+        )
         self._is_only_path = len(dialect.paths(self.config)) == 1
         self._budgets: tuple[int, ...] | None = None
 
@@ -120,7 +115,9 @@ class ProtocolAdapter(EncoderAdapter):
         found = f"its boundaries {', '.join(sorted(kept))} are of another kind"
         if kept == {host_ends.ENDS} and not self._buffers.scaled and not self._has_axes:
             films = "video" in self.modalities
-            found = host_ends.problem(self._grids(), films, self.device, self._prepared) or ""
+            found = (
+                host_ends.problem(self._examples.grids(), films, self.device, self._prepared) or ""
+            )
         if found:
             raise AdapterError(
                 f"{self.name}: vLLM's encoder-graph protocol keeps boundaries on the device, this "
@@ -225,7 +222,7 @@ class ProtocolAdapter(EncoderAdapter):
             index=index,
             modality=modality,
             rows=tokens,
-            tokens=tokens * self._rows_per_token(),
+            tokens=tokens * self._examples.rows_per_token(),
             sequences={host_ends.ENDS: lengths} if lengths else {},
             signature=Signature(tokens, place, axes, lengths),
         )
@@ -273,7 +270,7 @@ class ProtocolAdapter(EncoderAdapter):
                     budget,
                 ),
                 rows=budget,
-                tokens=budget * self._rows_per_token(),
+                tokens=budget * self._examples.rows_per_token(),
                 items=self.limits.items_for(budget),
                 sequences=self._bounds(budget),
             )
@@ -335,7 +332,7 @@ class ProtocolAdapter(EncoderAdapter):
         copy = copies(captured, buffers, self.config.padding_logics, raw)
         frozen = tuple(items)
         whole = not self._has_axes and are_all(frozen)
-        grids = self._grids()
+        grids = self._examples.grids()
         doubtful = self._checks_layouts and grids is None
         right: Hashable = None
         patches = None if grids is None else grids.patches(sum(item.rows for item in frozen))
@@ -404,139 +401,39 @@ class ProtocolAdapter(EncoderAdapter):
         output: torch.Tensor = self.model.encoder_cudagraph_forward(
             values | captured.constants, path=self.path_name
         )
-        return _exactly(output, captured.budget * self._rows_per_token())
+        return _exactly(output, captured.budget * self._examples.rows_per_token())
 
     def _eager_forward(self) -> torch.Tensor:
         if self._request is None:
             raise AdapterError(f"{self.name}: an eager forward needs a request")
         (mm_kwargs, items), self._request = self._request, None
         if CAPTURE_INPUTS in mm_kwargs:
-            own = _copied(mm_kwargs[CAPTURE_VALUES])
+            own = protocol_eager.copied(mm_kwargs[CAPTURE_VALUES])
             values = {name: value for name, value in own.items() if value is not None}
             output = self.model.encoder_cudagraph_forward(values, path=self.path_name)
             return _exactly(output, items[0].tokens)
         return self._own_eager(self._subset(mm_kwargs, items, for_graph=False))
 
     def _own_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
-        own = _copied(subset)  # the model may work in place, and the request is asked for again
-        return self._unpadded(own) if self._rows_per_token() > 1 else self._models_eager(own)
-
-    def _models_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
-        with _alone(self.model):
-            output = self.dialect.eager(self.model, dict(subset), self.path_name)
-        return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
+        own = protocol_eager.copied(subset)  # the request is asked for again
+        if self._examples.rows_per_token() > 1:
+            return self._examples.unpadded(own)
+        return protocol_eager.run(self.model, self.dialect, self.path_name, own)
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
         """Pictures of a grid, where the model takes such; else the model's own dummy inputs."""
-        grids = self._grids()
-        if grids is not None:
-            return grids.request([item.rows for item in items], seed, self.device)
-        devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices, device_type=self.device.type):
-            torch.manual_seed(seed)
-            values = self._buffers.dummies(items[0].rows, signature_of(items[0]).axes)
-        return {CAPTURE_INPUTS: tuple(items), CAPTURE_VALUES: values}
+        return self._examples.request(items, seed)
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
         """Full, one short of full, many small ones, where the model takes grids; else one full."""
         axes = self._captured_axes(capacity.key)
-        budget, most = capacity.rows, capacity.items
         modality = self.modalities[0] if self.modalities else "image"
-
-        grids = self._grids()
-
-        def group(*tokens: int) -> tuple[ItemSpec, ...]:
-            sizes = {} if grids is None else grids.sizes(tokens)
-            lengths = self._lengths(sizes, len(tokens))
-            return tuple(
+        for tokens in self._examples.groups(capacity):
+            lengths = self._lengths(self._examples.sizes(tokens), len(tokens))
+            yield tuple(
                 self._item(n, modality, t, (n, len(tokens)), axes, lengths[n])
                 for n, t in enumerate(tokens)
             )
-
-        yield group(budget)
-        if grids is None:
-            return
-        if budget > 1:
-            yield group(budget - 1)
-        if most > 1:
-            small = max(1, budget // most)
-            yield group(*[small] * (most - 1), budget - small * (most - 1))
-            yield group(*[1] * most)
-
-    def _unpadded(self, mm_kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """What the graph computes, without its padding: rows that the model merges afterwards."""
-        count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
-        prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
-            dict(mm_kwargs), count, max(count, self.limits.frames), self.path_name
-        )
-        values = {name: value for name, value in prepared.values.items() if value is not None}
-        for name, value in self._host_values.items():  # what a model bakes it may not prepare again
-            values.setdefault(name, safe_bound(name, value, values))
-        output: torch.Tensor = self.model.encoder_cudagraph_forward(values, path=self.path_name)
-        return output.reshape(-1, output.shape[-1])
-
-    def _grids(self) -> grid_requests.PictureRequests | None:
-        if self._sought_grid or self.path_name != "default" or self._has_axes:
-            return self._grid
-        if not self.budgets():
-            return None
-        self._sought_grid = True
-        budget = min(self.budgets())
-        inputs = self._buffers.dummies(budget, ())
-        self._host_values = {
-            name: value
-            for name, value in inputs.items()
-            if value is not None and value.device.type == "cpu" and value.dim() == 0
-        }
-        found = grid_requests.find(self.model, budget, inputs)
-        if found is not None and not self._scatters_only:
-            found = self._merging(found, budget)
-        self._grid = found
-        return found
-
-    def _merging(
-        self, grids: grid_requests.PictureRequests, tokens: int
-    ) -> grid_requests.PictureRequests | None:
-        """With the rows that the model's postprocessing makes one token of; None where what it
-        makes is not what it makes eagerly."""
-        request = grids.request([tokens], 0, self.device)
-        try:
-            with torch.no_grad():
-                rows = self._unpadded(request)
-                made = self.dialect.postprocess(self.model, {"default": rows}, [tokens], request)
-                eager = self._models_eager(request)
-            wrong = Difference.between(made[0], eager).exceeds(TOLERANCE.get(rows.dtype, 2e-2))
-        except Exception:  # the model's own code: without an answer, nothing is known of it
-            log.debug("%s: no rows of a token", self.name, exc_info=True)
-            return None
-        return None if wrong or len(rows) % tokens else replace(grids, rows=len(rows) // tokens)
-
-    def _rows_per_token(self) -> int:
-        grids = None if self._scatters_only else self._grids()
-        return 1 if grids is None else grids.rows
-
-
-def _copied(value: Any) -> Any:
-    """Inputs with tensors of their own."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
-
-
-@contextmanager
-def _alone(model: Any) -> Iterator[None]:
-    """Without the model's own spreading of items over ranks (Kimi K2.5's eager code spreads): each
-    rank encodes its share by itself, and the others would not come to the gather."""
-    spreads = getattr(model, "use_data_parallel", False) is True
-    if spreads:
-        model.use_data_parallel = False
-    try:
-        yield
-    finally:
-        if spreads:
-            model.use_data_parallel = True
 
 
 def _check_rows(pixels: torch.Tensor | None, rows: int) -> None:
