@@ -26,7 +26,7 @@ from graphhal.vllm_worker.protocol_examples import (
 )
 from graphhal.vllm_worker.protocol_items import Signature, are_all, signature_of
 from graphhal.vllm_worker.protocol_staging import copies
-from graphhal.vllm_worker.refusals import SIGHT_KEYS
+from graphhal.vllm_worker.refusals import mixes_pictures_and_films
 
 NEVER = 2**30
 """Tokens of an item that its model never wants in a graph (Kimi K2.5: chunks of films)."""
@@ -169,7 +169,7 @@ class ProtocolAdapter(EncoderAdapter):
             raise InputError(f"{self.name} sizes no such items: {error!r}") from error
 
     def _own_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
-        if all(mm_kwargs.get(key) is not None for key in SIGHT_KEYS):
+        if mixes_pictures_and_films(mm_kwargs):
             raise ValueError("pictures and films in one group")
         only = self.modalities[0] if len(self.modalities) == 1 else None
         modality = only or self.model.get_input_modality(mm_kwargs)

@@ -12,8 +12,11 @@ KNOWN_MODALITIES = ("audio", "image", "video", "vision_chunk")
 """What vLLM's runners call the modality of a group."""
 SIGHT_KEYS = ("pixel_values", "pixel_values_videos")
 """Keys that carry pictures and films; a group of a runner's has one of them."""
-AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features")
+AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features", "input_features_padded")
 """Keys that carry sound; films may have others with `audio` in their names."""
+PIXEL_PART, FILM_PART = "pixel_values", "video"
+"""Part of what models call the pixels of pictures and films, and of what they call those of films
+alone."""
 EAGER_STEPS = (
     "embed_multimodal",
     "_parse_and_validate_multimodal_inputs",
@@ -126,3 +129,9 @@ def request_refusal(mm_kwargs: Mapping[str, Any]) -> str | None:
         if value is not None and key.endswith(("_embeds", "_embedding")):
             return "pre-computed embeddings"
     return None
+
+
+def mixes_pictures_and_films(mm_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a group has both, which no runner makes: models' code for graphs takes one of them."""
+    pixels = [key for key, value in mm_kwargs.items() if PIXEL_PART in key and value is not None]
+    return 0 < sum(FILM_PART in key for key in pixels) < len(pixels)

@@ -397,20 +397,35 @@ def test_an_item_of_several_paths_counts_once(engine: Any) -> None:
 
 
 def test_items_that_a_graph_would_leave_out_are_for_eager(engine: Any) -> None:
-    """One without tokens has an output all the same; films beside pictures have theirs."""
+    """One without tokens has an output all the same; films beside pictures have theirs, whatever
+    the model calls them (InternVL, MiniCPM-V)."""
     from protocol_models import Base, spec
 
     model = Base()
     served = executor_for(engine, model)
     pixels = torch.randn(2, 4, 8)
-    assert served.execute({"pixel_values": pixels, "pixel_values_videos": pixels}) is None
+    for films in ("pixel_values_videos", "pixel_values_flat_video", "video_pixel_values"):
+        assert served.execute({"pixel_values": pixels, films: pixels}) is None, films
+    assert served.execute({"pixel_values": pixels, "video_pixel_values": None}) is not None
+    hits = served.stats()["graph_hits"]
     model.get_encoder_cudagraph_item_specs = lambda _: [spec(4, 4), spec(0, 0)]  # type: ignore[method-assign]
     assert served.execute({"pixel_values": pixels}) is None
     reasons = served.stats()["misses"]
     assert {reason for of in reasons.values() for reason in of} == {
         "inputs that the adapter does not know"
     }
-    assert served.stats()["graph_hits"] == 0
+    assert served.stats()["graph_hits"] == hits == 2
+
+
+def test_sound_beside_pictures_is_for_eager(engine: Any) -> None:
+    """Models' code for graphs takes the pictures alone: Gemma 4's, MiniCPM-o's."""
+    from protocol_models import Base
+
+    served = executor_for(engine, Base())
+    pixels = torch.randn(2, 4, 8)
+    for sound in ("input_features", "input_features_padded", "audio_features"):
+        assert served.execute({"pixel_values": pixels, sound: pixels}) is None, sound
+    assert served.stats()["misses"] == {"image": {"no encoder takes these inputs": 6}}
 
 
 def pictures(*sizes: tuple[int, int]) -> dict[str, torch.Tensor]:
