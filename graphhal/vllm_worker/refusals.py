@@ -132,6 +132,6 @@ def request_refusal(mm_kwargs: Mapping[str, Any]) -> str | None:
 
 
 def mixes_pictures_and_films(mm_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a group has both, which no runner makes: models' code for graphs takes one of them."""
+    """Whether a group has both, which no runner makes: a model's code for graphs takes one kind."""
     pixels = [key for key, value in mm_kwargs.items() if PIXEL_PART in key and value is not None]
     return 0 < sum(FILM_PART in key for key in pixels) < len(pixels)
