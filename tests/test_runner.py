@@ -569,6 +569,36 @@ def test_what_an_outer_capture_copies_from_outlives_the_call(monkeypatch):
 # Clear and recapture -------------------------------------------------------------------------
 
 
+ASKED = {
+    "clear": lambda graphs: graphs.clear(),
+    "capture": lambda graphs: graphs.capture(keys=[key(4)]),
+    "drop": lambda graphs: graphs.drop(key(4), "of no use"),
+    "run": lambda graphs: graphs.run(images(2)),
+    "try_replay": lambda graphs: graphs.try_replay(images(2)),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_another_thread_asks_for_waits_until_a_request_is_served(platform, asked):
+    class Busy(ToyEncoder):
+        other: Thread | None = None
+
+        def stage(self, mm_kwargs, items, inputs):
+            super().stage(mm_kwargs, items, inputs)
+            other, self.other = self.other, None
+            if other is not None:
+                other.start()
+                other.join(0.05)
+
+    graphs = serve(platform, Busy())
+    expected = graphs.run_eager(images(3))
+    other = graphs.adapter.other = Thread(target=ASKED[asked], args=(graphs,))
+    outputs = graphs.run(images(3))
+    other.join()
+    assert torch.allclose(outputs[0], expected[0], atol=1e-4)
+    assert misses(graphs) == {}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_within_a_request_takes_nothing_from_it(platform, fails):
     class Asks(ToyEncoder):
@@ -604,6 +634,7 @@ def test_clear_is_safe_twice_and_leaves_eager(platform):
         graphs.clear()
         assert graphs.keys() == []
         assert graphs.stats()["graph_count"] == graphs.stats()["graph_bytes"] == 0
+        assert graphs.stats()["capture"]["graphs"] == []
         assert_equals_eager(graphs, images(3))
     assert misses(graphs) == {MissReason.NO_GRAPHS: 2}
     graphs.capture()

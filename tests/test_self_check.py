@@ -404,6 +404,20 @@ def test_what_is_not_finite_disagrees_even_with_itself(bad, side):
     assert Difference.between(both, both.clone()).exceeds(0.99)
 
 
+@pytest.mark.parametrize(
+    ("whole", "token", "disagrees"),
+    [
+        (1e-2, TOKEN_FACTOR * 1e-2, False),
+        (1.1e-2, 0.0, True),
+        (0.0, TOKEN_FACTOR * 1.1e-2, True),
+        (float("nan"), 0.0, True),
+        (0.0, float("nan"), True),
+    ],
+)
+def test_the_whole_and_every_token_have_a_tolerance(whole, token, disagrees):
+    assert Difference(whole, token, 1.0, False).exceeds(1e-2) == disagrees
+
+
 def test_tokens_near_zero_do_not_raise_an_alarm():
     eager = torch.ones(4, 3, dtype=torch.float64)
     eager[2] = 0

@@ -37,7 +37,9 @@ _MAKERS = {
     torch.asarray: "torch.asarray()",
     _Tensor.new_tensor: ".new_tensor()",
 }
-_READ_ARGUMENTS = frozenset((torch.tensor_split, _Tensor.tensor_split, torch.functional.tensordot))
+# Position of the first argument that is read; the tensors before it are not.
+_READ_ARGUMENTS = {torch.tensor_split: 1, _Tensor.tensor_split: 1, torch.functional.tensordot: 2}
+_OPERANDS = frozenset(("input", "a", "b", "out"))
 _one_hot = torch.nn.functional.one_hot
 _SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -79,7 +81,9 @@ class Refusals(TorchFunctionMode):
         if func == _SET_DATA:
             return rebinding("assigning to .data")
         if func in _READERS:
-            read = [args[1:], kwargs] if func in _READ_ARGUMENTS else args[:1]
+            first = _READ_ARGUMENTS.get(func)
+            named = [value for name, value in kwargs.items() if name not in _OPERANDS]
+            read = args[:1] if first is None else [args[first:], named]
             return host_read(_READERS[func]) if self._on_device(read) else None
         if func in _RAW_MEMORY:
             return raw_memory(_RAW_MEMORY[func]) if self._on_device(args[:1]) else None
@@ -90,8 +94,8 @@ class Refusals(TorchFunctionMode):
                 return None
             if self._on_device(data):
                 return host_read(f"{_MAKERS[func]} of device tensors")
-            named = of_device or kwargs.get("device") is not None
-            return host_data(f"{_MAKERS[func]} on the device") if named else None
+            onto = of_device or kwargs.get("device") is not None
+            return host_data(f"{_MAKERS[func]} on the device") if onto else None
         return (
             self._check_move(args[0], [*args[1:], *kwargs.values()]) if func is _Tensor.to else None
         )

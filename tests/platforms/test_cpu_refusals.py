@@ -110,6 +110,7 @@ HOST_READS: dict[str, Forward] = {
     "dynamic_quantisation": lambda x: torch.quantize_per_tensor_dynamic(x, torch.qint8, False),
     "quantisation_range": lambda x: torch._choose_qparams_per_tensor(x),
     "tensordot": lambda x: torch.tensordot(x[None], x[None], dims=count.expand(2, 1) - 2),
+    "tensordot_by_position": lambda x: torch.tensordot(x[None], x[None], count.expand(2, 1) - 2),
     "tensor_of_tensors": lambda x: torch.tensor([x[0], x[1]]),
     "one_hot_without_classes": lambda x: F.one_hot(x.long()),
     "inverse": lambda x: torch.linalg.inv(x.view(2, 2)),
@@ -286,6 +287,11 @@ HARMLESS: dict[str, Forward] = {
         F.one_hot(x.long(), 6).sum(1) + F.one_hot(x.long(), num_classes=6).sum(1) + x
     ),
     "factory_inside_a_function": lambda x: nn.utils.rnn.pad_sequence([x, x[:2]])[:, 0],
+    "split_by_numbers": lambda x: torch.cat(x.tensor_split((1, 3))[::-1]),
+    "dot_over_numbers": lambda x: x * torch.tensordot(x, x, 1) * torch.tensordot(x, b=x, dims=1),
+    "host_new_tensor": lambda x: x * torch.tensor([2.0]).new_tensor([3.0]).item(),
+    "host_to_dtype": lambda x: x * torch.tensor([2.0]).to(torch.float64).item(),
+    "host_address": lambda x: x * (torch.tensor([2.0]).data_ptr() != 0),
     "new_memory_like": lambda x: x.new_zeros(4) + torch.zeros_like(x) + x,
 }
 
