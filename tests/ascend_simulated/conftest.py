@@ -12,6 +12,7 @@ AVAILABLE = importlib.util.find_spec("torch_npu") is not None
 if not AVAILABLE:
     # `test_tier.py` stays and says why the others do not run.
     collect_ignore = [
+        "test_attention.py",
         "test_failures.py",
         "test_hangs.py",
         "test_replay_order.py",
@@ -25,6 +26,7 @@ else:
     from graphhal.npu import plugin
     from graphhal.platform import Platform, PlatformInfo
     from tests.ascend_simulated import simulator
+    from tests.ascend_simulated.processes import Processes
 
     _as_usual = torch.Tensor.__repr__
 
@@ -55,6 +57,14 @@ def platform() -> "Platform":
 @pytest.fixture(scope="session")
 def device() -> Any:
     return torch.device("npu:0")
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Processes"]:
+    """Runs programs, each in a process of its own."""
+    found = Processes(tmp_path_factory.mktemp("processes"))
+    yield found
+    found.close()
 
 
 @pytest.fixture(params=["eager", "lazy", "shuffled"])

@@ -1,11 +1,7 @@
 """A failure at every runtime call: the process serves on, eagerly where it must, and rightly."""
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
-import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,6 +22,7 @@ from graphhal.runner import EncoderGraphs
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.direct_request import a_request
 from tests.ascend_simulated.encoders import Twins, assert_equal, serves, twins
+from tests.ascend_simulated.processes import Processes
 from tests.toy_encoder import images
 
 REQUEST = images(2, 3)
@@ -135,7 +132,7 @@ def test_exhausted_streams_stop_the_growth_and_keep_what_is_captured(
     tower.graphs.clear()
 
 
-def test_where_no_stream_can_be_had_eager_calls_run_on_their_callers() -> None:
+def test_where_no_stream_can_be_had_eager_calls_run_on_their_callers(processes: Processes) -> None:
     program = """
         import warnings; warnings.simplefilter("ignore")
         import tempfile
@@ -159,10 +156,7 @@ def test_where_no_stream_can_be_had_eager_calls_run_on_their_callers() -> None:
         serve(tower)
         print(tower.graphs.stats()["hits"], tower.graphs.stats()["misses"])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = processes.run(program)
     assert done.returncode == 0, done.stderr[-3000:]
     callers, ours, reason, served = done.stdout.splitlines()[-4:]
     assert callers == ours
@@ -325,7 +319,9 @@ def test_capture_turns_off_internal_formats_and_puts_the_setting_back(
         torch.npu.set_compile_mode(jit_compile=False)
 
 
-def test_capture_leaves_what_cann_does_by_itself_where_nobody_set_an_option() -> None:
+def test_capture_leaves_what_cann_does_by_itself_where_nobody_set_an_option(
+    processes: Processes,
+) -> None:
     program = """
         import warnings; warnings.simplefilter("ignore")
         import ctypes
@@ -338,10 +334,7 @@ def test_capture_leaves_what_cann_does_by_itself_where_nobody_set_an_option() ->
             seen.append(torch.npu.is_jit_compile_false())
         print(*seen, torch.npu.is_jit_compile_false())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = processes.run(program)
     assert done.stdout.splitlines()[-1:] == ["False True False"], done.stdout + done.stderr[-3000:]
 
 
@@ -408,13 +401,13 @@ def test_release_is_safe_twice_and_after_the_graph_is_gone(
      ("replay", "all", "1")],
 )  # fmt: skip
 def test_a_process_serves_on_and_exits_with_0_whichever_call_fails(
-    phase: str, occurrences: str, lazy: str
+    processes: Processes, phase: str, occurrences: str, lazy: str
 ) -> None:
     """A process for each call. By hand: `faults.py PHASE all`, for each occurrence of each call."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ascend_simulated.faults", phase, occurrences],
-        capture_output=True, text=True, timeout=590, check=False,
-        env={**os.environ, "CANN_SIM_LAZY": lazy},
-    )  # fmt: skip
+    program = f"""
+        from tests.ascend_simulated import faults
+        faults.main({phase!r}, {occurrences!r})
+    """
+    done = processes.run(program, seconds=590, CANN_SIM_LAZY=lazy)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(rf"{phase}: \d\d+ failures in \d\d+ calls, 0 not survived", done.stdout)

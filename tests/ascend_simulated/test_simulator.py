@@ -1,9 +1,7 @@
 """The simulator itself: kernels against PyTorch, rules of streams, captures and task groups."""
 
-import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch_npu
 from graphhal.npu.capture_state import direct_launches
 from graphhal.npu.fused_attention import VERSIONS, FusedAttention
 from tests.ascend_simulated import simulator
+from tests.ascend_simulated.processes import Processes
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 Y = torch.linspace(0.5, 3, 24).reshape(4, 6)
@@ -176,7 +175,9 @@ def test_fused_attention_refuses_ends_that_do_not_cover_the_rows(ends: list[int]
 
 
 @pytest.mark.parametrize(("soc", "version"), [("Ascend910B1", "V3"), ("Ascend950PR_9579", "V5")])
-def test_each_chip_gets_the_version_that_it_runs(soc: str, version: str) -> None:
+def test_each_chip_gets_the_version_that_it_runs(
+    processes: Processes, soc: str, version: str
+) -> None:
     """Ascend 950 refuses version 1 of PyTorch's operator, and runs 2 through another kernel."""
     program = f"""
         import warnings; warnings.simplefilter("ignore")
@@ -194,11 +195,7 @@ def test_each_chip_gets_the_version_that_it_runs(soc: str, version: str) -> None
         assert "aclnnFusedInferAttentionScore{version}" in simulator.calls()
         print(info.versions["device"])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "CANN_SIM_SOC": soc},
-    )  # fmt: skip
+    done = processes.run(program, CANN_SIM_SOC=soc)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == soc
 
@@ -244,7 +241,7 @@ def test_uninitialised_memory_is_not_a_number() -> None:
     assert torch.empty(3 * 2**20, device="npu").cpu().isnan().all()
 
 
-def test_an_unknown_operator_fails_and_names_itself() -> None:
+def test_an_unknown_operator_fails_and_names_itself(processes: Processes) -> None:
     program = """
         import torch, os
         x = torch.ones(4, device="npu")
@@ -254,10 +251,7 @@ def test_an_unknown_operator_fails_and_names_itself() -> None:
             print(str(error).strip().splitlines()[-1])
         os._exit(0)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = processes.run(program)
     assert "no simulated kernel for aclnnInplaceErfinv" in done.stdout + done.stderr
 
 
@@ -369,7 +363,7 @@ def test_faults_hit_the_call_that_was_named() -> None:
     assert simulator.calls()["aclnnMuls"] == 3
 
 
-def test_streams_are_limited() -> None:
+def test_streams_are_limited(processes: Processes) -> None:
     program = """
         import torch, os
         x = torch.ones(4, device="npu")
@@ -384,11 +378,7 @@ def test_streams_are_limited() -> None:
             print(len(graphs), "207008" in str(error.__context__) + str(error))
         os._exit(0)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "CANN_SIM_STREAMS": "39"},
-    )  # fmt: skip
+    done = processes.run(program, CANN_SIM_STREAMS="39")
     count, named = done.stdout.splitlines()[-1].split()
     assert 1 < int(count) < 9, done.stdout + done.stderr
     assert named == "True"
@@ -429,3 +419,18 @@ def test_an_update_behind_the_replay_is_a_hazard(trace: "simulator.Trace") -> No
     blocker.record(update)
     torch.npu.synchronize()
     assert trace.matching("HAZARD update of group")
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "status"),
+    [("pass", 100, 0), ("raise SystemExit(3)", 100, 3), ("1 / 0", 100, 1),
+     ("import os; os.abort()", 100, -6), ("import time; time.sleep(99)", 1, -14)],
+)  # fmt: skip
+def test_a_process_of_its_own_ends_as_any_does(
+    processes: Processes, program: str, seconds: int, status: int
+) -> None:
+    begin = "import sys; print(1); print(2, file=sys.stderr)"
+    done = processes.run(f"{begin}; {program}", seconds)
+    assert done.returncode == status
+    if status in (0, 3):
+        assert (done.stdout, done.stderr) == ("1\n", "2\n")

@@ -5,9 +5,7 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
-import textwrap
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from tests.ascend_simulated.encoders import (
     twins,
     without_onednn,
 )
+from tests.ascend_simulated.processes import Processes
 
 GROUPS = {"covo_audio": 5}
 """Random groups per tower and dtype, 200 where nothing is said: clips of 30 seconds take a CPU its
@@ -329,7 +328,7 @@ def test_layers_share_a_workspace_only_where_their_shapes_agree(
     assert sized == [2, 4]
 
 
-def test_a_tower_lives_on_another_device_than_the_current_one() -> None:
+def test_a_tower_lives_on_another_device_than_the_current_one(processes: Processes) -> None:
     program = """
         import warnings; warnings.simplefilter("ignore")
         import torch
@@ -351,15 +350,11 @@ def test_a_tower_lives_on_another_device_than_the_current_one() -> None:
         assert torch.npu.current_device() == 0
         print(torch.npu.memory_reserved(0), sum(tower.graphs.stats()["hits"].values()))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "CANN_SIM_DEVICES": "2"},
-    )  # fmt: skip
+    done = processes.run(program, CANN_SIM_DEVICES="2")
     assert done.stdout.splitlines()[-1:] == ["0 9"], done.stderr[-3000:]
 
 
-def test_a_share_of_free_memory_is_of_the_towers_own_device() -> None:
+def test_a_share_of_free_memory_is_of_the_towers_own_device(processes: Processes) -> None:
     program = """
         import warnings; warnings.simplefilter("ignore")
         from dataclasses import replace
@@ -379,24 +374,22 @@ def test_a_share_of_free_memory_is_of_the_towers_own_device() -> None:
         assert not graphs.capture().dropped
         print(asked, torch.npu.current_device())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "CANN_SIM_DEVICES": "2"},
-    )  # fmt: skip
+    done = processes.run(program, CANN_SIM_DEVICES="2")
     assert done.stdout.splitlines()[-1:] == ["[1, 1] 0"], done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.timeout(300)
-def test_the_hardware_script_runs_here(tmp_path: Path) -> None:
+def test_the_hardware_script_runs_here(processes: Processes, tmp_path: Path) -> None:
     """Nobody has run it on a chip; that it starts and finds agreement is known at least."""
     script = Path(__file__).parents[2] / "ci" / "ascend_hardware.py"
     report = tmp_path / "report.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, "--tower", "qwen3_omni_audio", "--groups", "3",
-         "--replays", "20", "--json", report],
-        capture_output=True, text=True, timeout=290, check=False,
-    )  # fmt: skip
+    options = f"--tower qwen3_omni_audio --groups 3 --replays 20 --json {report}"
+    program = f"""
+        import runpy, sys
+        sys.argv[1:] = {options.split()}
+        runpy.run_path({str(script)!r}, run_name="__main__")
+    """
+    done = processes.run(program, seconds=290)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(report.read_text())["towers"]["qwen3_omni_audio"]
     assert found["graphs"] == found["asked_for"] == 3
