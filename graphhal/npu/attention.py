@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -188,4 +189,5 @@ def _read_back(cu_seqlens: torch.Tensor, rows: int) -> Boundaries:
             "would have to be read from the device. Pass the buffer itself: name it in "
             "EncoderAdapter.buffers, and do not cast, slice from the middle or copy it"
         )
-    return Boundaries.from_cu_seqlens(cu_seqlens.tolist(), rows)
+    ends = [end for end, _ in groupby(cu_seqlens.tolist())]  # a repeated one: an empty sequence
+    return Boundaries.from_cu_seqlens(ends, rows)
