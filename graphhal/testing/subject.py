@@ -13,7 +13,7 @@ import torch
 from graphhal.arena import Arena, Layout, host_block
 from graphhal.boundaries import Boundaries
 from graphhal.discovery import bind, find_plugins
-from graphhal.errors import NoPlatformError
+from graphhal.errors import NoPlatformError, PluginError
 from graphhal.outputs import write_levels
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import (
@@ -65,6 +65,10 @@ class Subject:
         status = info or plugin.graphhal_probe()
         if isinstance(status, Unavailable):
             raise NoPlatformError(f"platform {name} is not usable: {status.reason}")
+        if not isinstance(status, PlatformInfo):
+            raise PluginError(
+                f"graphhal_probe returned {status!r}, not a PlatformInfo or Unavailable"
+            )
         self.plugin = plugin
         self.name = name
         self.info: PlatformInfo = status

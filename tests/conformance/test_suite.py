@@ -113,6 +113,12 @@ def test_a_plugin_that_is_none_is_told_in_one_line(capsys, plugin, message):
     assert f"{plugin}: {message}" in capsys.readouterr().out
 
 
+def test_a_probe_that_answers_nothing_is_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(TapePlatform, "graphhal_probe", lambda self: None)
+    assert main(["--plugin", TAPE]) == 2
+    assert "graphhal_probe returned None, not a PlatformInfo" in capsys.readouterr().out
+
+
 def test_a_dtype_that_is_none_lists_those_there_are(capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["--platform", "cpu", "--dtype", "nn"])
