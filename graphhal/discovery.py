@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ OWN_DISTRIBUTION = "graphhal"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 SLOW_SECONDS = 20.0
 """A plugin that takes longer to load or to probe is named while it is waited for."""
+_HALF_IMPORTED = "PyTorch cannot be imported, for the reason that a platform before this one has"
 _DEVICE_HOOKS = ("capture", "replay", "update_boundaries", "profile_memory", "release", "step")
 
 
@@ -261,16 +263,24 @@ def _report_unknown_names(settings: Settings, names: set[str]) -> None:
             )
 
 
+def _pytorch_is_half_imported() -> bool:
+    """Whether an import of PyTorch failed, as where a device's extension lacks its libraries: the
+    next one would fail for another reason, and the process would crash."""
+    return "torch" not in sys.modules and any(name.startswith("torch.") for name in sys.modules)
+
+
 def _probe(found: FoundPlugin) -> FoundPlugin:
     if found.plugin is None:
         return found
     status: Any
     try:
         with _named_if_slow("probing", found.name):
-            status = found.plugin.graphhal_probe()
+            half = _pytorch_is_half_imported()
+            status = Unavailable(_HALF_IMPORTED) if half else found.plugin.graphhal_probe()
     except (Exception, SystemExit) as error:  # a third party's code: report it and go on
         log.warning("probing plugin %s failed", found.name, exc_info=True)
-        status = Unavailable(f"its probe failed with {type(error).__name__}: {error}")
+        because = "" if error.__cause__ is None else f" ({error.__cause__})"
+        status = Unavailable(f"its probe failed with {type(error).__name__}: {error}{because}")
     if isinstance(status, PlatformInfo) and status.name != found.name:
         status = f"it calls itself {status.name!r}; an entry point carries the platform's name"
     elif not isinstance(status, PlatformInfo | Unavailable):

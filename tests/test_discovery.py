@@ -513,3 +513,20 @@ def test_a_fresh_process_survives_every_broken_plugin_at_once(tmp_path):
     for name, (_, words) in BROKEN.items():
         assert words in found[name][0]
         assert found[name][1:] == ["vendor-broken", "1.2.3"]
+
+
+def test_pytorch_that_fails_half_way_is_imported_once_and_named(tmp_path):
+    """As it does where Ascend's extension lacks CANN: a second import ends the process."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "_C.py").touch()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import torch._C; print('imported')\n"
+        "raise RuntimeError('no extension xpu') from ImportError('libxpu.so is missing')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "from graphhal.cli import main; main()", "platforms", "--json"],
+        capture_output=True, text=True, timeout=100, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    assert done.stdout.count("imported\n") == 1
+    assert "RuntimeError: no extension xpu (libxpu.so is missing)" in done.stdout
