@@ -232,6 +232,18 @@ def test_waits_are_bounded_and_a_lane_that_was_given_up_refuses_until_it_goes_on
     lane.wait_for(waited, "capture")
 
 
+def test_what_the_device_reached_is_no_wait_on_a_lane_that_hangs(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that is done is freed, whatever else hangs."""
+    lane, done = a_lane(monkeypatch), Waited()
+    done.over = True
+    with pytest.raises(CaptureError):
+        lane.wait_for(Waited(), "warm-up")
+    lane.wait_for(done, "release")
+    assert lane.hangs
+
+
 def test_what_a_lane_reads_or_writes_is_held_for_as_long_as_it_hangs(
     npu: Npu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
