@@ -170,6 +170,31 @@ def test_the_profile_is_told_what_capture_takes_and_keeps_nothing(
     manager.clear()
 
 
+def test_an_instance_that_only_encodes_has_graphs(
+    engine: Any, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--mm-encoder-only`: a runner of its own, which has no KV cache and profiles nothing."""
+    import vllm_on_cpu as on_cpu
+    from vllm.v1.worker import mm_encoder_model_runner as module
+
+    monkeypatch.setattr(module, "lock_workspace", lambda: None)
+    engine.additional_config["graphhal"]["max_tokens"] = 32
+    model = on_cpu.qwen3_vl(engine)
+    runner = v2_runner(engine, model, monkeypatch)
+    runner.__class__ = module.MMEncoderModelRunner
+    before = card.free_bytes()
+    assert runner.capture_model() == before - card.free_bytes() > 0
+    encoders = runner.model_state.encoder_runner
+    items = on_cpu.as_items("image", on_cpu.image_group(model, [[1, 8, 8], [1, 4, 4]]))
+    ours = encoders.execute_mm_encoder([("image", item) for item in items])
+    manager, encoders.cudagraph_manager = encoders.cudagraph_manager, None
+    eager = encoders.execute_mm_encoder([("image", item) for item in items])
+    for one, other in zip(ours, eager, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert manager.stats()["hits"] == {"image": 2}
+    manager.clear()
+
+
 @pytest.mark.parametrize("why", ["NONE", "eager", "no modality"])
 def test_nothing_is_told_and_nothing_taken_without_graphs(
     engine: Any, card: Any, why: str, monkeypatch: pytest.MonkeyPatch
