@@ -166,7 +166,7 @@ def encoders_of(
         return []
     limits = limits_of(settings, vllm_config, model)
     if settings.vllm_adapter == "own":
-        own = _own_vision(model, modalities)
+        own = _own_vision(model, modalities, settings.exact_only)
         if own is not None:
             return [Encoder(own.name, modalities, {"default": own})]
     return [_protocol_encoder(model, modalities, limits, settings, device, dtype)]
@@ -196,7 +196,7 @@ def _protocol_encoder(
     return Encoder(type(model).__name__, modalities, adapters, combine=None if plain else combine)
 
 
-def _own_vision(model: Any, modalities: tuple[str, ...]) -> EncoderAdapter | None:
+def _own_vision(model: Any, modalities: tuple[str, ...], exact_only: bool) -> EncoderAdapter | None:
     """graphhal's own adapter of a model's tower, where model and tower are ones that were read."""
     candidates: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         (
@@ -225,7 +225,7 @@ def _own_vision(model: Any, modalities: tuple[str, ...]) -> EncoderAdapter | Non
             log.warning("graphhal: the protocol is used instead of %s: %s", tower_name, drift[0])
             return None
         try:
-            return _wrap_vision(model, modalities, module_name)
+            return _wrap_vision(model, modalities, module_name, exact_only)
         except AdapterError as error:
             log.info("graphhal: the protocol is used: %s", error)
             return None
@@ -250,7 +250,11 @@ def _kept(owner: torch.nn.Module, module: torch.nn.Module) -> tuple[Place, ...]:
 
 
 def _wrap_vision(
-    model: Any, modalities: tuple[str, ...], name: str, above: tuple[Place, ...] = ()
+    model: Any,
+    modalities: tuple[str, ...],
+    name: str,
+    exact_only: bool,
+    above: tuple[Place, ...] = (),
 ) -> EncoderAdapter:
     """graphhal's own adapter of a tower.
 
@@ -267,6 +271,11 @@ def _wrap_vision(
     kept = (*above, *_kept(model, tower))
     if name == "qwen2_5_vl":
         return VllmQwen25Vision(tower, modalities, f"vllm_{name}_vision", kept)
+    if exact_only and getattr(tower, "apply_vit_abs_pos_embed", True):
+        raise AdapterError(
+            "exact_only is on, and positions that a graph interpolates round otherwise than the "
+            "tower's"
+        )
     takes_metadata = name == "qwen3_vl"
     return VllmQwenVision(tower, modalities, takes_metadata, f"vllm_{name}_vision", kept)
 
@@ -321,7 +330,7 @@ def _opt_in_encoders(name: str, model: Any, vllm_config: Any, settings: Settings
             _encoder_or_why(
                 "vllm_qwen3_omni_vision",
                 vision,
-                lambda: _wrap_vision(inner, vision, "qwen3_omni", above),
+                lambda: _wrap_vision(inner, vision, "qwen3_omni", settings.exact_only, above),
             )
         )
     audio = enabled_modalities(("audio",), vllm_config, settings)

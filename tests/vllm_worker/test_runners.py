@@ -186,6 +186,41 @@ def test_graphs_are_warmed_up_once_or_as_often_as_asked(
     assert made == {passes}
 
 
+@pytest.mark.parametrize("policy", ["single", "packed"])
+@pytest.mark.parametrize("tower", ["qwen3_vl", "qwen2_5_vl", "qwen3_omni"])
+def test_exact_only_is_equal_to_eager_bit_by_bit_or_is_eager(
+    engine: Any, tower: str, policy: str
+) -> None:
+    """Positions that are interpolated in another order than the tower's round otherwise."""
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import plugin
+
+    own = {"exact_only": True, "policy": policy, "vllm_models": "qwen3_omni"}
+    engine.additional_config["graphhal"] |= own
+    model = getattr(on_cpu, tower)(engine)
+    plugin.install(engine)
+    manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    groups = [
+        on_cpu.image_group(model, [[1, 8, 8]]),
+        on_cpu.image_group(model, [[1, 4, 8], [1, 8, 12]]),
+        on_cpu.video_group(model, [[2, 4, 8]]),
+    ]
+    if tower == "qwen3_omni":
+        groups.append(on_cpu.audio_group(model, [300, 100]))
+    for group in groups:
+        ours, eager = manager.execute(dict(group)), model.embed_multimodal(**group)
+        for one, other in zip(ours or (), eager, strict=ours is not None):
+            assert torch.equal(one, other)
+    stats = manager.stats()
+    if tower == "qwen3_omni":
+        assert stats["hits"] == {"audio": 2}
+        assert "exact_only" in next(iter(stats["misses"]["image"]))
+    else:
+        assert stats["hits"] == {"image": 3, "video": 1}
+
+
 @pytest.mark.parametrize("adapter", ["own", "protocol"])
 def test_an_empty_list_of_budgets_asks_for_no_graph(
     engine: Any, adapter: str, caplog: pytest.LogCaptureFixture
