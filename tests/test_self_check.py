@@ -94,9 +94,10 @@ def all_zero(output: torch.Tensor) -> None:
     ids=lambda spoil: spoil.__name__,
 )
 def test_a_wrong_graph_is_dropped_named_and_never_served(mode, spoil, size):
-    plugin = PlainPlugin(after_replay=only(size, spoil))
+    plugin = PlainPlugin(after_replay=only(size, spoil), graph_bytes=lambda size: 2**20 * size)
     graphs = captured(plugin, self_check=mode)
     assert dropped(graphs) == [size]
+    assert graphs.report.num_bytes == graphs.stats()["graph_bytes"]
     (line,) = graphs.report.dropped
     assert line.reason.startswith("self-check: differs from eager by relative L2 ")
     assert GraphKey("toy", "image", size) not in [each.key for each in graphs.report.captured]
