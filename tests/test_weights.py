@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphhal import weights
+from graphhal import held_places, weights
 from graphhal.weights import PLACES, WHOLE, WINDOW, WeightWatch
 from tests.toy_encoder import FULL, HIDDEN, MERGE, Tower
 
@@ -300,9 +300,26 @@ def test_a_property_that_is_computed_once_moves_nothing():
     assert not noticed(watch)
 
 
+def test_what_forwards_set_in_place_of_the_classs_own_while_captured_moves_nothing():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(rows)
+
+    made = Counting(2, 2)
+    watch = WeightWatch([made])
+    made(torch.ones(1, 2))
+    watch.settle()
+    assert not noticed(watch)
+    made.forward = lambda rows: rows
+    assert noticed(watch)
+
+
 def test_a_list_that_holds_itself_and_a_long_one_are_watched_as_a_whole():
     made = nn.Module()
-    made.words = list(range(weights.CONTENTS + 1))
+    made.words = list(range(held_places.CONTENTS + 1))
     made.words[0] = made.loop = [made.words]
     made.loop.append(made.loop)
     watch = WeightWatch([made])
@@ -410,9 +427,9 @@ def test_a_busy_server_notices_an_attribute_within_as_many_requests_as_parts(clo
     watch = WeightWatch([made])
     for module in (made[0], made[WHOLE // 2], made[-1]):
         module.in_features += 1
-        assert any(noticed(watch) for _ in range(len(watch._places) // PLACES + 1))
+        assert any(noticed(watch) for _ in range(len(watch._firm + watch._noted) // PLACES + 1))
         watch = WeightWatch([made])
-    assert not any(noticed(watch) for _ in range(len(watch._places) // PLACES + 1))
+    assert not any(noticed(watch) for _ in range(len(watch._firm + watch._noted) // PLACES + 1))
 
 
 def test_a_small_tower_is_looked_at_whole_every_time(clock):
