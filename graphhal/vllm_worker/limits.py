@@ -33,6 +33,7 @@ class Limits:
         high: largest budget of a chosen ladder.
         items: items in one graph, at most.
         frames: video frames in one graph, at most; 0 where no video can come.
+        exact: graphs have room for no more than their tokens, and for as few items as that takes.
     """
 
     budgets: tuple[int, ...] | None
@@ -40,6 +41,7 @@ class Limits:
     high: int
     items: int
     frames: int
+    exact: bool = False
 
     def items_for(self, budget: int) -> int:
         """Items in a graph of this budget: every item has a token or more."""
@@ -54,19 +56,25 @@ class Limits:
 
         Models prepare a graph with equal room for each item, and for each frame of it, rounded up:
         64 items in a budget of 208 tokens would make a graph of 256. So a graph may take fewer,
-        but not less than half; the largest takes all, whatever that adds to it.
+        but not less than half; the largest takes all, whatever that adds to it. Not so where
+        only `exact` ones count.
         """
         most = max(1, min(self.items, budget))
         frames = max(most, min(self.frames, budget))
-        if budget >= self.high:
+        if budget >= self.high and not self.exact:
             return most, frames
         shapes = [
             (items, each)
-            for items in range(most, most // 2, -1)
-            for each in range(frames // items, frames // items // 2, -1)
+            for items in self._down_from(most)
+            for each in self._down_from(frames // items)
         ]
         items, each = min(shapes, key=lambda shape: _room(budget, *shape))
-        return items, max(items, min(self.frames, budget)) if each == 1 else items * each
+        if each == 1 and not self.exact:
+            return items, max(items, min(self.frames, budget))
+        return items, items * each
+
+    def _down_from(self, most: int) -> range:
+        return range(most, 0 if self.exact else most // 2, -1)
 
 
 def _room(budget: int, items: int, frames: int) -> int:
@@ -161,7 +169,12 @@ def limits_of(settings: Settings, vllm_config: Any, model: Any) -> Limits:
     elif settings.token_budgets:
         low, high = settings.token_budgets[0], settings.token_budgets[-1]
     return Limits(
-        settings.token_budgets, low, high, settings.max_items, frames_of(settings, vllm_config)
+        settings.token_budgets,
+        low,
+        high,
+        settings.max_items,
+        frames_of(settings, vllm_config),
+        settings.exact_only,
     )
 
 

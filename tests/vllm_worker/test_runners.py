@@ -357,6 +357,22 @@ def test_graphs_of_the_protocol_are_no_larger_than_their_budgets(
     assert all(4 * budget <= found <= (1 + more) * 4 * budget for budget, found in rows.items())
 
 
+@pytest.mark.parametrize(("items", "frames"), [(4, 0), (4, 8), (64, 64)])
+def test_graphs_of_the_protocol_have_no_room_to_pad_where_only_exact_ones_count(
+    engine: Any, items: int, frames: int
+) -> None:
+    import vllm_on_cpu as on_cpu
+
+    engine.compilation_config.encoder_cudagraph_token_budgets = [17, 18, 45, 62]
+    engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = items
+    engine.compilation_config.encoder_cudagraph_max_frames_per_batch = frames
+    engine.additional_config["graphhal"] |= {"vllm_adapter": "protocol", "exact_only": True}
+    (graphs,) = on_cpu.make_manager(engine, on_cpu.qwen3_vl(engine))._graphs()
+    for capacity in graphs.ladder():
+        rows = graphs.adapter.buffers(capacity)["pixel_values"].shape[0]
+        assert rows == 4 * capacity.key.size
+
+
 @pytest.mark.timeout(120)
 def test_a_fork_of_the_worker_ends_without_its_graphs(engine: Any) -> None:
     """Another thread may be serving while the worker forks: its lock is never given back."""
