@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from graphhal.cuda.kernels import Dense, Varlen, cudnn_kernel, flash_kernel
+from graphhal.masked_attention import masked_attention
 
 log = logging.getLogger(__name__)
 
@@ -138,27 +139,3 @@ def lone_attention(
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     output = dense(query, key, value, scale)
     return output[0].transpose(0, 1)[:count]
-
-
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """The same by a mask, for dtypes and widths that FlashAttention does not take.
-
-    Reads nothing on the host. Its mask takes rows × rows bytes: for parity tests and small towers.
-    """
-    rows = torch.arange(query.shape[0], dtype=cu_seqlens.dtype, device=query.device)
-    owner = torch.searchsorted(cu_seqlens[1:], rows, right=True)
-    output = functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        attn_mask=owner[:, None] == owner[None, :],
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output[0].transpose(0, 1)

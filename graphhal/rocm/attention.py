@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from graphhal.errors import UnsupportedOperationError
+from graphhal.masked_attention import masked_attention
 
 LARGEST_HEAD = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -80,27 +80,3 @@ class PackedAttention:
             output = output.masked_fill((rows >= cu_seqlens[-1])[:, None, None], 0)
         result: torch.Tensor = output
         return result
-
-
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """The same by a mask, for dtypes and widths that the kernel does not take.
-
-    Reads nothing on the host. Its mask takes rows × rows bytes: for parity tests and small towers.
-    """
-    rows = torch.arange(query.shape[0], dtype=cu_seqlens.dtype, device=query.device)
-    owner = torch.searchsorted(cu_seqlens[1:], rows, right=True)
-    output = functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        attn_mask=owner[:, None] == owner[None, :],
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output[0].transpose(0, 1)

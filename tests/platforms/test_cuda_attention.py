@@ -53,6 +53,17 @@ def test_rows_past_the_last_end_stay_finite_on_the_masked_path():
     assert_near(got[:4], looped(query[:4], key[:4], value[:4], (2, 2), 0.3))
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_sequence_that_is_not_finite_spoils_no_other_on_the_masked_path(which, number):
+    of_all = tensors(6, 16)
+    want = looped(*of_all, (2, 3, 1), 0.3)
+    of_all[which][3, 1, 4] = number
+    got = attention.masked_attention(*of_all, ends((2, 3, 1)), 0.3)
+    assert bool(got[2:5].isnan().all())
+    assert_near(torch.cat((got[:2], got[5:])), torch.cat((want[:2], want[5:])))
+
+
 class Kernel:
     """Records what it is given and answers like FlashAttention."""
 
