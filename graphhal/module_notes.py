@@ -1,6 +1,7 @@
 """What modules note from call to call, as it was when a captured call began."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class ModuleNotes:
         self._attributes = [vars(module) for module in plain]
         self._weights = [table for m in plain for table in (m._parameters, m._buffers)]
         self._noted: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+        self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
         self._kept: tuple[torch.Tensor, ...] = ()
 
     def take(self) -> None:
@@ -35,6 +37,7 @@ class ModuleNotes:
         dicts = [part for part in parts if isinstance(part, dict)]
         tables = (*self._attributes, *self._weights, *dicts)
         self._noted = [(table, table.copy()) for table in tables]
+        self._lists = [(part, tuple(part)) for part in parts if isinstance(part, list)]
 
     def put_back(self) -> None:
         """Replace every tensor that was set since, by what was noted."""
@@ -46,10 +49,14 @@ class ModuleNotes:
                     table[name] = noted[name]
                 else:
                     del table[name]
+        for entries, before in self._lists:
+            pairs = zip_longest(entries, before)
+            if any(held is not was and _holds_tensor(held) for held, was in pairs):
+                entries[:] = before
 
     def attributes(self) -> tuple[torch.Tensor, ...]:
         """The noted tensors that are neither parameters nor buffers; the notes end here."""
-        kept, self._kept, self._noted = self._kept, (), []
+        kept, self._kept, self._noted, self._lists = self._kept, (), [], []
         return kept
 
 

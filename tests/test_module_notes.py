@@ -67,3 +67,21 @@ def test_what_lists_and_dicts_hold_is_noted_and_put_back():
     assert made.nested[0]["last"] is last
     assert made.words == ["b"]
     assert set(map(id, notes.attributes())) == set(map(id, (noted, pair[1], last)))
+
+
+def test_entries_of_lists_are_put_back_where_a_tensor_is_among_them():
+    made = nn.Linear(2, 2)
+    made.by_layer, made.calls, made.grown = [torch.zeros(1), 4, None], [1], [[torch.zeros(1)]]
+    first, nested = made.by_layer[0], made.grown[0][0]
+    notes = ModuleNotes([made])
+    notes.take()
+    made.by_layer[2], made.calls[0] = torch.ones(1), 2
+    made.grown[0].append(torch.ones(1))
+    notes.put_back()
+    assert made.by_layer == [first, 4, None]
+    assert made.grown == [[nested]]
+    assert made.calls == [2]
+    notes.attributes()
+    made.by_layer[0] = later = torch.ones(1)
+    notes.put_back()
+    assert made.by_layer[0] is later

@@ -1,6 +1,7 @@
 """Capacity, planner and cost table: pure decisions, checked against what a plan must be."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
@@ -262,6 +263,23 @@ def test_tokens_beyond_the_budget_are_a_miss_though_the_rows_fit():
     assert graph.misfit((item,)) is MissReason.TOO_MANY_ROWS
 
 
+def test_rows_of_a_boundary_set_beyond_its_own_are_a_miss_though_the_input_fits():
+    """Audio is shorter where it is attended to than where it comes in."""
+    graph = Capacity(GraphKey("toy", "image", 64), 64, 64, 8, {FULL: SequenceBound(16, 8, 64)})
+    item = ItemSpec(0, "image", 40, 20, {FULL: (20,)}, signature=20)
+    assert graph.misfit((item,)) is MissReason.TOO_MANY_ROWS
+    with pytest.raises(BoundariesError):
+        graph.boundaries((item,))
+
+
+def test_padding_of_a_boundary_set_alone_is_not_exact():
+    graph = Capacity(GraphKey("toy", "image", 20), 40, 20, 8, {FULL: SequenceBound(20, 8, 20)})
+    for rows, exact in ((20, True), (19, False)):
+        item = ItemSpec(0, "image", 40, 20, {FULL: (rows,)}, signature=rows)
+        assert graph.misfit((item,)) is None
+        assert graph.is_exact_for((item,)) is exact
+
+
 def test_windowed_layers_have_a_bound_of_their_own():
     graph = Capacity(
         GraphKey("toy", "image", 8),
@@ -297,8 +315,8 @@ def test_single_takes_the_smallest_graph_that_holds_all():
 
 def test_packed_spreads_and_leaves_one_eager_call():
     made = planner(capacity(4), capacity(8), policy=Policy.PACKED)
-    plan = made.plan(group(5, 9, 3, 6, 12))
-    assert sizes(plan) == [(8, [3, 5]), (8, [6]), (MissReason.TOO_MANY_ROWS, [9, 12])]
+    plan = made.plan(group(5, 12, 3, 6, 9))
+    assert sizes(plan) == [(8, [3, 5]), (8, [6]), (MissReason.TOO_MANY_ROWS, [12, 9])]
     assert [i.index for i in plan.steps[-1].items] == [1, 4]
 
 
@@ -373,6 +391,12 @@ def test_a_frame_larger_than_every_graph_makes_the_whole_group_one_eager_call():
     assert sizes(plan) == [(MissReason.TOO_MANY_ROWS, [4, 20])]
 
 
+def test_a_video_that_may_not_be_cut_keeps_its_whole_group_together():
+    whole = replace(TOY.item(0, 2, 8, "video"), splittable=False)
+    plan = planner(capacity(8, path="video")).plan((whole, TOY.item(1, 2, 8, "video", 16)))
+    assert sizes(plan) == [(MissReason.TOO_MANY_ROWS, [8, 8])]
+
+
 def test_exact_only_never_cuts_a_video():
     video = group(4, path="video", frames=2)
     made = planner(capacity(4, path="video"), exact_only=True)
@@ -383,6 +407,13 @@ def test_exact_only_takes_the_graph_of_exactly_this_size():
     made = planner(capacity(4), capacity(7), capacity(8), exact_only=True)
     assert sizes(made.plan(group(3, 4))) == [(7, [3, 4])]
     assert sizes(made.plan(group(5))) == [(MissReason.NOT_EXACT, [5])]
+
+
+def test_measured_takes_exact_graphs_and_whole_groups_where_no_other_is_allowed():
+    ladder = (capacity(8), capacity(16))
+    costs = cost_table({ladder[0].key: 3.0, ladder[1].key: 1.0}, {})
+    made = planner(*ladder, policy=Policy.MEASURED, exact_only=True, costs=costs)
+    assert sizes(made.plan(group(3, 5))) == [(8, [3, 5])]
 
 
 @pytest.mark.parametrize("policy", Policy)
@@ -529,6 +560,10 @@ def test_a_graph_of_several_is_not_exact_for_a_lone_sequence():
     assert taken(lone_ladder(18, 24), 24, exact_only=True) == "toy/image[24,items=1]"
     assert taken(lone_ladder(18), 24, exact_only=True) == MissReason.NOT_EXACT
     assert taken(lone_ladder(18), 16, 8, exact_only=True) == "toy/image[24]"
+    assert taken(lone_ladder(16), 16, exact_only=True) == "toy/image[16,items=1]"
+    assert taken(lone_ladder(), 16, exact_only=True) == MissReason.NOT_EXACT
+    three = [capacity(24, slots=3, lone_from=16 * MERGE)]
+    assert taken(three, 24, exact_only=True) == MissReason.NOT_EXACT
     for slots in (2, 64):
         below = [capacity(8, slots=slots, lone_from=16 * MERGE)]
         assert taken(below, 8, exact_only=True) == "toy/image[8]"

@@ -853,6 +853,9 @@ def test_kept_plans_of_many_items_are_bounded_too(monkeypatch):
         graphs.run(images(*[1] * 29, tokens))
     assert graphs.stats()["misses"]
     assert len(graphs._plans) == 3
+    for graphs.adapter.refused in ("LoRA is on", None) * 4:  # each time it is planned anew
+        graphs.run(images(*[1] * 29, 8))
+    assert len(graphs._plans) == 3
 
 
 # Boundaries ----------------------------------------------------------------------------------
@@ -1130,6 +1133,21 @@ def test_a_capture_leaves_the_modules_what_they_noted_before(where, fails):
     assert torch.isfinite(adapter.tower.last).all()
     for ours, reference in zip(graphs.run_eager(images(3)), expected, strict=True):
         assert torch.equal(ours, reference)
+
+
+def test_a_capture_leaves_the_lists_of_modules_what_they_held_before(platform):
+    class NotesInAList(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            entries = vars(self.tower).setdefault("entries", [torch.ones(1)])
+            entries[0] = entries[0] * 1  # another tensor of the same value
+            return [level * entries[0] for level in super().forward(inputs, max_seqlen)]
+
+    adapter = NotesInAList()
+    expected = EncoderGraphs(adapter, platform).run_eager(images(3))
+    graphs = serve(platform, adapter)
+    assert torch.equal(graphs.run_eager(images(3))[0], expected[0])
+    assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {}
 
 
 def test_a_memory_profile_leaves_the_modules_what_they_noted_before():
