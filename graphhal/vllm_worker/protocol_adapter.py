@@ -26,12 +26,14 @@ from graphhal.vllm_worker.protocol_examples import (
 )
 from graphhal.vllm_worker.protocol_items import Signature, are_all, signature_of
 from graphhal.vllm_worker.protocol_staging import copies
-from graphhal.vllm_worker.refusals import mixes_pictures_and_films
+from graphhal.vllm_worker.refusals import mixes_pictures_and_films, outgrows
 
 NEVER = 2**30
 """Tokens of an item that its model never wants in a graph (Kimi K2.5: chunks of films)."""
 EAGER = "eager_request"
 """The input that tells `forward` to run the model's own eager code."""
+OUTGROWN = "larger than any that was captured"
+"""The capture axis of groups that the axes' largest key does not cover."""
 
 
 class ProtocolAdapter(EncoderAdapter):
@@ -206,7 +208,8 @@ class ProtocolAdapter(EncoderAdapter):
         if not self._has_axes:
             return ()
         count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
-        return self.dialect.select(self.model, mm_kwargs, list(range(count)))[1]
+        axes = self.dialect.select(self.model, mm_kwargs, list(range(count)))[1]
+        return (OUTGROWN,) if outgrows(mm_kwargs, axes) else axes
 
     def _item(
         self,

@@ -1,6 +1,6 @@
 """What must never be replayed inside vLLM, whatever was captured: found once, at start-up."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ AUDIO_KEYS = ("input_audio_features", "audio_features", "input_features", "input
 PIXEL_PART, FILM_PART = "pixel_values", "video"
 """Part of what models call the pixels of pictures and films, and of what they call those of films
 alone."""
+SIZES_BY_SLICE = ("tgt_sizes", "video_tgt_sizes")
+"""Rows and columns of patches of each slice, where a capture axis is a grid of them (MiniCPM-V)."""
 EAGER_STEPS = (
     "embed_multimodal",
     "_parse_and_validate_multimodal_inputs",
@@ -135,3 +137,14 @@ def mixes_pictures_and_films(mm_kwargs: Mapping[str, Any]) -> bool:
     """Whether a group has both, which no runner makes: a model's code for graphs takes one kind."""
     pixels = [key for key, value in mm_kwargs.items() if PIXEL_PART in key and value is not None]
     return 0 < sum(FILM_PART in key for key in pixels) < len(pixels)
+
+
+def outgrows(mm_kwargs: Mapping[str, Any], axes: Sequence[Hashable]) -> bool:
+    """Whether a slice has more rows or columns of patches than the grid that its group resolved to:
+    MiniCPM-V takes its largest where none is large enough, as for a long banner, and the patches
+    outside would have the places of others."""
+    grids = [axis for axis in axes if isinstance(axis, tuple) and len(axis) == 2]
+    given = [mm_kwargs[key] for key in SIZES_BY_SLICE if grids and mm_kwargs.get(key) is not None]
+    parts = [part for each in given for part in (each if isinstance(each, list) else [each])]
+    sizes = [part.reshape(-1, 2).amax(0).tolist() for part in parts if part.numel()]
+    return any(rows > h or columns > w for rows, columns in sizes for h, w in grids)

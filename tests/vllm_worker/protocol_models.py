@@ -302,6 +302,66 @@ class CaptureAxes(Base):
         return list(self.tower(mm_kwargs["pixel_values"]) * max(mm_kwargs["scales"]))
 
 
+class SizedGrids(Base):
+    """As MiniCPM-V: a capture axis of grids, the largest for whatever none covers; a tower that
+    adds the last column's place, and a graph that knows no place outside of its grid."""
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        return config(capture_axes=(((2, 2), (4, 4)),))
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        sizes = self._sizes(mm_kwargs)[indices]
+        grid = (2, 2) if int(sizes.max()) <= 2 else (4, 4)
+        selected = super().select_encoder_cudagraph_items(mm_kwargs, indices)
+        return selected | {"tgt_sizes": sizes, AXIS_KEYS: (grid,)}
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Any:
+        images = max(1, token_budget // 4)
+        values = {
+            "pixel_values": torch.randn(images, 4, 8),
+            "sizes": torch.tensor([axis_keys[0]] * images),
+        }
+        return types.SimpleNamespace(values=values)
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *rest: Any
+    ) -> Any:
+        values = {"pixel_values": mm_kwargs["pixel_values"], "sizes": mm_kwargs["tgt_sizes"]}
+        return types.SimpleNamespace(values=values)
+
+    def _sizes(self, mm_kwargs: dict[str, Any]) -> torch.Tensor:
+        given = next(value for key, value in mm_kwargs.items() if key.endswith("tgt_sizes"))
+        return torch.cat(given) if isinstance(given, list) else given
+
+    def _encode(self, pixels: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return self.tower(pixels) + columns[:, None, None]
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        columns = inputs["sizes"][:, 1].clamp(max=4)
+        return self._encode(inputs["pixel_values"], columns).flatten(0, 1)
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        return torch.cat(self.embed_multimodal(**mm_kwargs))
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        return list(self._encode(mm_kwargs["pixel_values"], self._sizes(mm_kwargs)[:, 1]))
+
+
 class BakedAxes(CaptureAxes):
     """The number is a host scalar: a graph of a larger one takes what is prepared for a smaller."""
 

@@ -108,6 +108,27 @@ def test_axes_that_were_not_captured_run_eagerly(engine: Any) -> None:
     assert misses == {"image": {"the adapter does not replay such a group": 1}}
 
 
+@pytest.mark.parametrize(("key", "form"), [("tgt_sizes", torch.cat), ("video_tgt_sizes", list)])
+def test_a_long_picture_that_no_grid_of_the_axis_covers_runs_eagerly(
+    engine: Any, key: str, form: Any
+) -> None:
+    """It has as many tokens as one that was compared with eager: only its sizes tell. MiniCPM-V
+    takes its largest grid for it, in which the outer columns have the place of the last."""
+    from protocol_models import SizedGrids
+
+    model = SizedGrids()
+    served = executor_for(engine, model)
+    for size in ((3, 4), (1, 2), (4, 4), (1, 9), (9, 1), (4, 3)):
+        group = {"pixel_values": torch.randn(1, 4, 8), key: form([torch.tensor([size])])}
+        ours = served.execute(group)
+        if max(size) > 4:
+            assert ours is None, size
+        else:
+            assert equal(ours, model.embed_multimodal(**group)), size
+    misses = served.stats()["misses"]
+    assert misses == {"image": {"the adapter does not replay such a group": 2}}
+
+
 @pytest.mark.parametrize("name", ["CaptureAxes", "BakedAxes"])
 def test_a_ranks_share_with_other_axes_runs_eagerly(engine: Any, name: str) -> None:
     """The whole group resolved to axis 3; this rank's items alone resolve to 1."""
