@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from inspect import unwrap
 from itertools import chain, count, cycle
 from time import monotonic
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ HOOKS_OF_ALL: tuple[Mapping[Any, Any], ...] = (_global_forward_pre_hooks, _globa
 """What PyTorch calls with every module of the process."""
 CALLED = frozenset({"forward", "_call_impl"})
 """What a call of a module runs, and what is patched, on one module or on its class."""
+SETS_MODE = frozenset({"train", "eval"})
+"""What sets the mode may read it, and computes nothing."""
 
 _registrations = count(1)
 _registered = 0
@@ -74,10 +76,9 @@ def _tables_of(module: torch.nn.Module) -> tuple[Mapping[Any, Any], ...]:
     return (module._modules, module._parameters, module._buffers, *hooks)
 
 
-def _of_calls(module: torch.nn.Module) -> Iterator[TablePlace]:
+def _of_calls(module: torch.nn.Module, by_mode: bool) -> Iterator[TablePlace]:
     """What a call of a module runs, where that is its own, and the mode where it reads that."""
     own = vars(module)
-    by_mode = _computes_by_mode(type(module))
     for name in own:
         if name in CALLED or (by_mode and name == "training"):
             yield TablePlace.of(own, name)
@@ -103,9 +104,17 @@ def _shadowable(kind: type[torch.nn.Module]) -> frozenset[str]:
 
 
 def _computes_by_mode(kind: type[torch.nn.Module]) -> bool:
-    """Whether modules of this class may compute otherwise after `train()` or `eval()`."""
-    code = getattr(unwrap(kind.forward), "__code__", None)
-    return code is not None and _reads_mode(code)
+    """Whether modules of this class may compute otherwise after `train()` or `eval()`: `forward`
+    reads the mode, or a method that it may call, of the class or of one that it derives from."""
+    methods = (
+        unwrap(held)
+        for each in kind.__mro__
+        if each is not torch.nn.Module
+        for name, held in vars(each).items()
+        if isinstance(held, FunctionType) and name not in SETS_MODE
+    )
+    codes = (getattr(method, "__code__", None) for method in (unwrap(kind.forward), *methods))
+    return any(code is not None and _reads_mode(code) for code in codes)
 
 
 def _reads_mode(code: CodeType) -> bool:
@@ -124,7 +133,7 @@ class WeightWatch:
     registered or hooked is noticed by the next request, because PyTorch tells of it, and so is a
     class that was patched; other storage under a few of more than `WHOLE` tensors by the first one
     after a pause, or in turn, and so are hooks that are gone, patches of single modules, the mode
-    where a `forward` reads it, and attributes: a tensor beside the parameters, a number, an
+    where a method reads it, and attributes: a tensor beside the parameters, a number, an
     activation, and what lists and dicts of them hold. What is new does not count, as a key of a
     dict, unless it takes the place of a class's own: a number, a method.
 
@@ -159,8 +168,10 @@ class WeightWatch:
             firm[id(place.table), name] = place._replace(held=module)
         for table in self._tables:
             firm |= {(id(table), name): TablePlace.of(table, name) for name in table}
+        by_mode = {kind: _computes_by_mode(kind) for kind in self._kinds}
         for module in self._modules:
-            firm |= {(id(place.table), place.name): place for place in _of_calls(module)}
+            calls = _of_calls(module, by_mode[type(module)])
+            firm |= {(id(place.table), place.name): place for place in calls}
         self._firm = list(firm.values())
         noted: dict[tuple[int, Any], Place] = {}
         seen: set[int] = set()

@@ -590,9 +590,30 @@ class ReadsModeWithin(nn.Module):
         return torch.stack([row * 2 if self.training else row for row in rows])
 
 
+class ReadsModeInAMethod(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.doubled(rows)
+
+    def doubled(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * 2 if self.training else rows
+
+
+class ReadsModeAbove(ReadsMode):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows)
+
+
 @pytest.mark.parametrize(
     "module",
-    [nn.Dropout(0.5), nn.BatchNorm1d(4), nn.RReLU(), ReadsMode(), ReadsModeWithin()],
+    [
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(4),
+        nn.RReLU(),
+        ReadsMode(),
+        ReadsModeWithin(),
+        ReadsModeInAMethod(),
+        ReadsModeAbove(),
+    ],
     ids=lambda module: type(module).__name__,
 )
 def test_the_mode_of_a_module_that_computes_by_it_is_noticed(module: nn.Module) -> None:
@@ -600,3 +621,16 @@ def test_the_mode_of_a_module_that_computes_by_it_is_noticed(module: nn.Module) 
     assert not watch.moved()
     module.eval()
     assert noticed(watch)
+
+
+def test_the_mode_of_a_module_that_only_sets_it_moves_nothing() -> None:
+    class Sets(nn.Linear):
+        def train(self, mode: bool = True) -> "Sets":
+            super().train(mode)
+            self.weight.requires_grad_(self.training)
+            return self
+
+    made = Sets(2, 2)
+    watch = WeightWatch([made])
+    made.eval()
+    assert not noticed(watch)
