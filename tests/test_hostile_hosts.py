@@ -30,7 +30,7 @@ from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey, MissReason, Planner
 from graphhal.self_check import Difference
 from graphhal.settings import Policy, SelfCheck
-from tests.toy_encoder import ToyEncoder, images, request
+from tests.toy_encoder import WINDOWED, ToyEncoder, images, request
 
 
 @pytest.fixture
@@ -123,6 +123,21 @@ def test_items_of_one_signature_and_other_sequences_are_planned_anew(platform):
         asked = request(grids, seed=1)
         torch.testing.assert_close(graphs.run(asked), graphs.run_eager(asked))
     assert graphs.stats()["hits"] == {"video": 3}
+
+
+def test_items_of_one_signature_and_other_frames_or_modality_are_other_groups(platform):
+    class Unsigned(ToyEncoder):
+        """Two frames of one window have the sequences of one frame of two, other positions."""
+
+        def item_specs(self, mm_kwargs):
+            return tuple(replace(i, signature=0) for i in super().item_specs(mm_kwargs))
+
+    adapter = Unsigned(budgets=(4,), paths=("image", "video"), sets=(WINDOWED,))
+    graphs = captured(platform, adapter, self_check=SelfCheck.OFF)
+    for grids in ([(1, 8, "video")], [(2, 4, "video")], [(1, 8, "image")]):
+        asked = request(grids, seed=1)
+        torch.testing.assert_close(graphs.run(asked), graphs.run_eager(asked))
+    assert graphs.stats()["replays"] == {"toy/video[4]": 2, "toy/image[4]": 1}
 
 
 @pytest.mark.parametrize(

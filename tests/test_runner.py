@@ -166,6 +166,20 @@ def test_strided_pixels_and_pixels_with_gradients_are_taken(platform):
         assert not any(output.requires_grad for output in outputs)
 
 
+def test_no_forward_records_gradients(platform):
+    class Asks(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            recorded.append(torch.is_grad_enabled())
+            return super().forward(inputs, max_seqlen)
+
+    recorded = []
+    graphs = serve(platform, Asks())
+    for call in (graphs.run, graphs.run_eager):
+        call(images(3))
+    assert recorded
+    assert not any(recorded)
+
+
 def test_an_empty_group_is_empty(platform):
     graphs = serve(platform)
     nothing = {"pixels": torch.zeros((0, 6)), "grids": []}
@@ -922,7 +936,8 @@ def test_boundaries_are_sent_each_time_where_they_do_not_persist():
         assert updates_while(plugin, lambda: graphs.run(images(3, 4))) == 1
 
 
-def test_boundaries_are_sent_again_after_an_update_that_failed_half_way():
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_boundaries_are_sent_again_after_an_update_that_failed_half_way(error):
     plugin = PlainPlugin()
     platform = plain_platform(plugin)
     failing = []
@@ -931,14 +946,18 @@ def test_boundaries_are_sent_again_after_an_update_that_failed_half_way():
         plugin.graphhal_update_boundaries(graph, host)
         if failing:
             graph.request.packed.zero_()
-            raise RuntimeError("plugin bug")
+            raise error("half way")
 
     graphs = serve(replace(platform, update_boundaries=update))
     graphs.run(images(3, 4))
     failing.append(True)
-    assert_equals_eager(graphs, images(4, 3))
+    if error is RuntimeError:
+        assert_equals_eager(graphs, images(4, 3))
+        assert misses(graphs) == {MissReason.REPLAY_FAILED: 2}
+    else:
+        with pytest.raises(error):
+            graphs.run(images(4, 3))  # and costs no graph
     failing.clear()
-    assert misses(graphs) == {MissReason.REPLAY_FAILED: 2}
     assert_equals_eager(graphs, images(3, 4))
     assert graphs.stats()["hits"] == {"image": 4}
 
@@ -1210,8 +1229,9 @@ def test_check_weights_tells_and_clears(platform):
 # Memory profile ------------------------------------------------------------------------------
 
 
-def test_a_memory_profile_counts_arenas_and_stages_each_example(platform):
-    graphs = EncoderGraphs(both_paths(), platform, Settings())
+@pytest.mark.parametrize("warmups", [1, 2])
+def test_a_memory_profile_counts_arenas_and_stages_each_example(platform, warmups):
+    graphs = EncoderGraphs(both_paths(), platform, Settings(warmups=warmups))
     profile = graphs.profile_memory()
     assert set(profile.per_graph) == {capacity.key for capacity in graphs.ladder()}
     arenas = profile.settled_bytes - sum(profile.per_graph.values())

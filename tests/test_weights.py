@@ -422,6 +422,16 @@ def test_a_busy_server_looks_at_all_weights_from_time_to_time(clock):
     assert noticed(watch)
 
 
+def test_a_check_of_everything_is_not_due_again_at_the_next_request(clock):
+    made = Many(2 * WHOLE)
+    watch = WeightWatch([made])
+    clock[0] += 1.5 * weights.FULL_CHECK_SECONDS
+    assert not noticed(watch)
+    made.tensors[-1].data = torch.zeros(1)  # far from its turn
+    clock[0] += weights.PAUSE_SECONDS / 2
+    assert not noticed(watch)
+
+
 def test_a_busy_server_notices_an_attribute_within_as_many_requests_as_parts(clock):
     made = many()
     watch = WeightWatch([made])

@@ -38,13 +38,13 @@ def test_pool_shared_smallest_first_grows() -> None:
 
 
 def test_profile_measures_what_capture_then_takes_and_keeps_nothing() -> None:
-    requests = [chain(64), chain(32), chain(80)]
+    requests = [chain(64), chain(80), chain(32)]
     for request, name in zip(requests, "abc", strict=True):
         object.__setattr__(request, "key", type(request.key)("toy", name, 1))
     before = [request.output.clone() for request in requests]
     profile = plugin.graphhal_profile_memory(requests)
     assert profile.settled_bytes == 2 * 80 * KIB
-    assert list(profile.per_graph.values()) == [128 * KIB, 0, 32 * KIB]
+    assert list(profile.per_graph.values()) == [128 * KIB, 32 * KIB, 0]
     assert profile.transient_bytes == 80 * KIB  # the copy of the output that capture wrote
     pool: Pool | None = None
     for request in requests:
