@@ -502,6 +502,12 @@ def test_an_eager_call_has_exactly_the_items_capacity():
     assert exact.misfit(items, allow_empty=False) is None
 
 
+def test_attention_work_counts_the_padding():
+    graph = Capacity(GraphKey("toy", "image", 16), 32, 16, 8, {FULL: SequenceBound(19, 8, 6)})
+    item = ItemSpec(0, "image", 4, 2, {FULL: (4,)}, signature=4)
+    assert graph.attention_work((item,)) == 4**2 + 2 * 6**2 + 3**2
+
+
 def test_costs_follow_attention_work_at_equal_rows():
     costs = CostTable(
         {"key": (Timing(100, 8.0), Timing(10, 2.0))},
