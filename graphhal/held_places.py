@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -51,18 +52,35 @@ class ListPlace(NamedTuple):
 Place = TablePlace | ListPlace
 
 
-def contents(held: Any, seen: set[int]) -> Iterator[Place]:
-    """What lists, tuples and dicts hold, at any depth."""
-    if not isinstance(held, list | tuple | dict) or len(held) > CONTENTS or id(held) in seen:
+Container = list[Any] | tuple[Any, ...] | dict[Any, Any]
+CONTAINERS = (list, tuple, dict)
+
+
+def containers(held: Any, seen: set[int], most: float = inf) -> Iterator[Container]:
+    """Lists, tuples and dicts that are held, at any depth, but for those of more than `most`
+    entries and of what was `seen`."""
+    if not isinstance(held, CONTAINERS) or len(held) > most or id(held) in seen:
         return
     seen.add(id(held))
-    if isinstance(held, list):
-        yield ListPlace(held, tuple(held))
-    table = held if isinstance(held, dict) else dict(enumerate(held))
-    for name, part in table.items():
-        if table is held or isinstance(part, torch.Tensor):
-            yield TablePlace.of(table, name)
-        yield from contents(part, seen)
+    yield held
+    for part in entries(held):
+        yield from containers(part, seen, most)
+
+
+def entries(container: Container) -> Iterable[Any]:
+    """What a list, tuple or dict holds."""
+    return container.values() if isinstance(container, dict) else container
+
+
+def contents(held: Any, seen: set[int]) -> Iterator[Place]:
+    """What lists, tuples and dicts hold, at any depth."""
+    for container in containers(held, seen, CONTENTS):
+        if isinstance(container, list):
+            yield ListPlace(container, tuple(container))
+        table = container if isinstance(container, dict) else dict(enumerate(container))
+        for name, part in table.items():
+            if table is container or isinstance(part, torch.Tensor):
+                yield TablePlace.of(table, name)
 
 
 def _lies(held: Any) -> tuple[int, tuple[int, ...]] | None:

@@ -1,10 +1,12 @@
 """What modules note from call to call, as it was when a captured call began."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
+
+from graphhal.held_places import CONTAINERS, containers, entries
 
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 """What PyTorch keeps on each: tables, the mode, and its own notes."""
@@ -28,16 +30,23 @@ class ModuleNotes:
         self._weights = [table for m in plain for table in (m._parameters, m._buffers)]
         self._noted: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
         self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
-        self._kept: tuple[torch.Tensor, ...] = ()
+        self._tuples: list[tuple[Any, ...]] = []
 
     def take(self) -> None:
         """Note everything, at the start of a call."""
-        parts = [part for table in self._attributes for part in _parts(_own(table), set())]
-        self._kept = tuple(part for part in parts if isinstance(part, torch.Tensor))
-        dicts = [part for part in parts if isinstance(part, dict)]
-        tables = (*self._attributes, *self._weights, *dicts)
+        seen: set[int] = set()
+        within = [
+            container
+            for table in self._attributes
+            for name, held in table.items()
+            if isinstance(held, CONTAINERS) and name not in OF_EVERY_MODULE
+            for container in containers(held, seen)
+        ]
+        dicts = [each for each in within if isinstance(each, dict)]
+        tables = (*self._weights, *self._attributes, *dicts)
         self._noted = [(table, table.copy()) for table in tables]
-        self._lists = [(part, tuple(part)) for part in parts if isinstance(part, list)]
+        self._lists = [(each, tuple(each)) for each in within if isinstance(each, list)]
+        self._tuples = [each for each in within if isinstance(each, tuple)]
 
     def put_back(self) -> None:
         """Replace every tensor that was set since, by what was noted."""
@@ -49,30 +58,23 @@ class ModuleNotes:
                     table[name] = noted[name]
                 else:
                     del table[name]
-        for entries, before in self._lists:
-            pairs = zip_longest(entries, before)
+        for listed, before in self._lists:
+            pairs = zip_longest(listed, before)
             if any(held is not was and _holds_tensor(held) for held, was in pairs):
-                entries[:] = before
+                listed[:] = before
 
     def attributes(self) -> tuple[torch.Tensor, ...]:
         """The noted tensors that are neither parameters nor buffers; the notes end here."""
-        kept, self._kept, self._noted, self._lists = self._kept, (), [], []
+        tables = (noted.values() for _, noted in self._noted[len(self._weights) :])
+        held = chain(*tables, *(before for _, before in self._lists), *self._tuples)
+        kept = tuple(each for each in held if isinstance(each, torch.Tensor))
+        self._noted, self._lists, self._tuples = [], [], []
         return kept
 
 
-def _own(attributes: Mapping[str, Any]) -> list[Any]:
-    return [held for name, held in attributes.items() if name not in OF_EVERY_MODULE]
-
-
-def _parts(held: Any, seen: set[int]) -> Iterator[Any]:
-    """What is held, and what is in it where it is a list, tuple or dict, at any depth."""
-    if id(held) not in seen:
-        seen.add(id(held))
-        yield held
-        within = held.values() if isinstance(held, dict) else held
-        for part in within if isinstance(held, list | tuple | dict) else ():
-            yield from _parts(part, seen)
-
-
 def _holds_tensor(held: Any) -> bool:
-    return any(isinstance(part, torch.Tensor) for part in _parts(held, set()))
+    return isinstance(held, torch.Tensor) or any(
+        isinstance(part, torch.Tensor)
+        for container in containers(held, set())
+        for part in entries(container)
+    )

@@ -34,8 +34,8 @@ ONLY_IMPORTERS = {
 }
 # A module imports from earlier lines only; a package counts as one, whatever it does inside.
 ORDER = (
-    {"errors"},
-    {"boundaries", "items", "settings", "peers", "module_notes", "held_places", "masked_attention"},
+    {"errors", "held_places"},
+    {"boundaries", "items", "settings", "peers", "module_notes", "masked_attention"},
     {"weights"},
     {"cost_table", "stats"},
     {"plan"},
