@@ -88,9 +88,7 @@ class ProtocolAdapter(EncoderAdapter):
         self._buffers = ProtocolBuffers(model, dialect, path, limits, device, dtype)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
         writes = path == "default" and not self._has_axes
-        self._examples = ProtocolExamples(
-            model, dialect, path, limits, self._buffers, self.budgets, device, writes
-        )
+        self._examples = ProtocolExamples(self._buffers, self.budgets, writes)
         self._is_only_path = len(dialect.paths(self.config)) == 1
         self._budgets: tuple[int, ...] | None = None
 

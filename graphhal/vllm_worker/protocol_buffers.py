@@ -24,6 +24,7 @@ class ProtocolBuffers:
     """What each graph of one path is captured with.
 
     Attributes:
+        model, dialect, path, limits, device: as given.
         scaled: boundaries are no row numbers, and kept as the model prepares them.
         ends_on_host: boundary buffers are filled from the host, with the other host metadata.
 
@@ -45,20 +46,20 @@ class ProtocolBuffers:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model = model
-        self._dialect = dialect
-        self._path = path
-        self._limits = limits
-        self._device, self._dtype = device, dtype
+        self.model = model
+        self.dialect = dialect
+        self.path = path
+        self.limits = limits
+        self.device, self._dtype = device, dtype
         self.scaled = _scales_boundaries(model)
         self.ends_on_host = False
         self._known: dict[GraphKey, Captured] = {}
 
     def dummies(self, budget: int, axes: tuple[Hashable, ...]) -> dict[str, torch.Tensor | None]:
         """The model's own capture inputs for a budget."""
-        items, frames = self._limits.items_for(budget), self._limits.frames_for(budget)
-        return self._dialect.capture_inputs(
-            self._model, budget, items, frames, self._device, self._dtype, self._path, axes
+        items, frames = self.limits.items_for(budget), self.limits.frames_for(budget)
+        return self.dialect.capture_inputs(
+            self.model, budget, items, frames, self.device, self._dtype, self.path, axes
         )
 
     def of(self, key: GraphKey, axes: tuple[Hashable, ...]) -> Captured:
@@ -73,13 +74,13 @@ class ProtocolBuffers:
         return next(known for known in self._known.values() if known.number == number)
 
     def _captured(self, budget: int, axes: tuple[Hashable, ...]) -> Captured:
-        items, frames = self._limits.items_for(budget), self._limits.frames_for(budget)
+        items, frames = self.limits.items_for(budget), self.limits.frames_for(budget)
         captured = Captured(len(self._known) + 1, budget, items, frames, {}, {})
         values = self.dummies(budget, axes)
         for name, value in values.items():
             if value is None:
                 continue
-            if value.device.type == "cpu" and (value.dim() == 0 or self._device.type != "cpu"):
+            if value.device.type == "cpu" and (value.dim() == 0 or self.device.type != "cpu"):
                 captured.constants[name] = safe_bound(name, value, values)
             elif name in BOUNDS and not self.scaled:
                 captured.specs[name] = self._boundary_spec(captured, name, value, values)
@@ -102,7 +103,7 @@ class ProtocolBuffers:
         bound = next(bounds, 0) or rows
         dummies = -(-rows // bound)
         slots = max(len(value) - 1, captured.frames, captured.items) + dummies
-        steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self._device) * bound
+        steps = torch.arange(1, slots + 1, dtype=value.dtype, device=self.device) * bound
         captured.ends[name] = Padding(rows, bound, steps)
         return BufferSpec((slots + 1,), value.dtype, packed=self.ends_on_host)
 

@@ -12,8 +12,6 @@ from graphhal.items import ItemSpec
 from graphhal.plan import Capacity
 from graphhal.self_check import TOLERANCE, Difference
 from graphhal.vllm_worker import grid_requests, protocol_eager
-from graphhal.vllm_worker.limits import Limits
-from graphhal.vllm_worker.protocol import Dialect
 from graphhal.vllm_worker.protocol_buffers import ProtocolBuffers, safe_bound
 from graphhal.vllm_worker.protocol_items import signature_of
 
@@ -29,35 +27,19 @@ class ProtocolExamples:
     """Requests for one path of a model.
 
     Args:
-        model: the model, unwrapped.
-        dialect: how this vLLM spells the protocol.
-        path: one of the model's paths.
-        limits: frames that a graph holds.
-        buffers: the model's own dummy inputs.
+        buffers: of the path: its model, and the model's own dummy inputs.
         budgets: of the path's graphs, asked when they are needed.
-        device: of the requests.
         writes: whether pictures may be written: the path is the only one, and without axes.
     """
 
     def __init__(
-        self,
-        model: Any,
-        dialect: Dialect,
-        path: str,
-        limits: Limits,
-        buffers: ProtocolBuffers,
-        budgets: Callable[[], tuple[int, ...]],
-        device: torch.device,
-        writes: bool,
+        self, buffers: ProtocolBuffers, budgets: Callable[[], tuple[int, ...]], writes: bool
     ) -> None:
-        self._model = model
-        self._dialect = dialect
-        self._path = path
-        self._limits = limits
+        self._model, self._dialect, self._path = buffers.model, buffers.dialect, buffers.path
+        self._limits, self._device = buffers.limits, buffers.device
         self._buffers = buffers
         self._budgets = budgets
-        self._device = device
-        self._scatters_only = dialect.scatters_only(model)
+        self._scatters_only = self._dialect.scatters_only(self._model)
         self._sought = not writes
         self._grids: grid_requests.PictureRequests | None = None
         self._host_values: Mapping[str, torch.Tensor] = {}

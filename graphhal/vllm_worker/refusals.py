@@ -1,4 +1,5 @@
-"""What must never be replayed inside vLLM, whatever was captured: found once, at start-up."""
+"""What must never be replayed inside vLLM, whatever was captured: found at start-up, or by what a
+request holds."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
