@@ -142,6 +142,8 @@ RUN((auto a, auto mean, auto deviation, auto seed, auto offset), a.normal_(mean,
 // ---- arithmetic
 OP(Add, T a, T b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::add(a, b, k)), a, b, k, o)
 OP(Adds, T a, N b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::add(a, b, k)), a, b, k, o)
+OP(Addcmul, T a, T b, T c, N k, T o) RUN((auto a, auto b, auto c, auto k, auto o), put(o, at::addcmul(a, b, c, k)), a, b, c, k, o)
+OP(InplaceAddcmul, T a, T b, T c, N k) RUN((auto a, auto b, auto c, auto k), put(a, at::addcmul(a, b, c, k)), a, b, c, k)
 OP(InplaceAdd, T a, T b, N k) RUN((auto a, auto b, auto k), put(a, at::add(a, b, k)), a, b, k)
 OP(InplaceAdds, T a, N b, N k) RUN((auto a, auto b, auto k), put(a, at::add(a, b, k)), a, b, k)
 OP(Sub, T a, T b, N k, T o) RUN((auto a, auto b, auto k, auto o), put(o, at::sub(a, b, k)), a, b, k, o)

@@ -20,6 +20,7 @@ from graphhal.adapter import BufferSpec, EncoderAdapter
 from graphhal.adapters.frame_positions import Taps, axis_taps, in_merge_blocks, patch_taps
 from graphhal.adapters.host_sizes import host_rows
 from graphhal.adapters.picture_patches import film_patches, picture_patches
+from graphhal.adapters.qwen3_omni_layers import use_fewer_kernels
 from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import is_film, sample_photograph
 from graphhal.adapters.seeded_weights import chosen_preset, with_seeded_weights
@@ -116,7 +117,8 @@ class Qwen3OmniVision(EncoderAdapter):
         return self.encoder.patch_embed.proj.weight  # type: ignore[no-any-return]
 
     def prepare(self, platform: Platform) -> None:
-        """Take the platform's attention."""
+        """Take the platform's attention, and layers of few kernels."""
+        use_fewer_kernels(self.encoder)
         use_packed_attention(self.encoder, platform.info.attention)
         self.lone_sequence_from = platform.info.lone_sequence_from
 

@@ -34,6 +34,12 @@ def use_packed_attention(module: torch.nn.Module, attention: VarlenAttention) ->
             part.config = own
 
 
+def packed_attention_of(module: torch.nn.Module) -> VarlenAttention | None:
+    """The attention that `use_packed_attention` gave this module; None where it has another."""
+    chosen = module.config._attn_implementation  # type: ignore[union-attr]
+    return next((attention for attention, name in _names.items() if name == chosen), None)
+
+
 def _registered(attention: VarlenAttention) -> str:
     name = _names.get(attention)
     if name is None:

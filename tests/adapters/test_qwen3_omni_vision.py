@@ -85,7 +85,7 @@ def test_eager_equals_the_ordinary_forward(tower, encode):
         for ours, theirs in zip(
             encode(adapter, request), ordinary_levels(ordinary, pixels, grids), strict=True
         ):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_metadata_is_bit_equal_to_transformers(tower):
@@ -236,7 +236,7 @@ def test_non_contiguous_pixels_give_the_same_result(tower, encode):
     capacity = capacity_of(adapter, "image", 16)
     staged = encode(adapter, request | {"pixel_values": wide[:, ::2]}, capacity)
     for a, b in zip(expected, staged, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 def test_a_nan_stays_in_its_own_image(tower, encode):
@@ -306,7 +306,7 @@ def test_a_mixed_group_stages_each_items_own_pixels(tower, encode):
         )
     ]
     for ours, theirs in zip(encode(adapter, request), separate, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_the_second_video_reads_its_own_pixels_in_every_chunk(tower, encode, platform_stub):
@@ -340,7 +340,7 @@ def test_the_second_video_reads_its_own_pixels_in_every_chunk(tower, encode, pla
     for ours, theirs in zip(
         out, ordinary_levels(ordinary, request["pixel_values_videos"], grids), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def forward_of(adapter, items, pixels, capacity):
@@ -540,7 +540,7 @@ def test_the_sample_photograph_loads(tower, encode):
     assert request["pixel_values"].std() > 0.1
     levels = encode(adapter, request)
     theirs = ordinary_levels(ordinary, request["pixel_values"], request["image_grid_thw"])
-    torch.testing.assert_close(levels[0], theirs[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(levels[0], theirs[0], rtol=0, atol=1e-5)
 
 
 def write_film(path: Path, greys: list[int]) -> None:

@@ -26,6 +26,8 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "multiply, divide": lambda x, y, i: x * y / (y + 1),
     "floor divide, remainder": lambda x, y, i: (i * 7) // 2 + (i * 7) % 3,
     "in place": lambda x, y, i: x.clone().add_(y).mul_(y).sub_(y).div_(y).add_(1).mul_(3).div_(2),
+    "product added": lambda x, y, i: x.addcmul(x, y, value=2) + x.clone().addcmul_(y, y, value=-1),
+    "product added, of lower precision": lambda x, y, i: x.clone().addcmul_(y.bfloat16(), x),
     "in place, unary": lambda x, y, i: y.clone().sub_(0.1).sqrt_().exp_().clamp_(min=1, max=3),
     "in place, bounds": lambda x, y, i: x.clone().clamp_min_(y * 0.1),
     "filling": lambda x, y, i: torch.ones_like(x) + torch.zeros_like(x) + x.clone().fill_(y[0, 0]),
