@@ -163,6 +163,11 @@ class Capacity:
     def _eager_is_lone(self, lengths: Sequence[int]) -> bool:
         return self.lone_from is not None and len(lengths) == 1 and lengths[0] >= self.lone_from
 
+    @property
+    def attention_room(self) -> int:
+        """Rows that attention is launched for: every slot as long as the bound."""
+        return sum(bound.slots * bound.max_seqlen for bound in self.sequences.values())
+
     def attention_work(self, items: Sequence[ItemSpec]) -> int:
         """Sum of the squared sequence lengths that attention computes, padding included."""
         work = 0
@@ -243,7 +248,9 @@ class Planner:
         without: MissReason = MissReason.NO_GRAPHS,
     ) -> None:
         self._ladders: dict[str, list[Capacity]] = {}
-        for capacity in sorted(capacities, key=lambda c: (c.rows, c.tokens, not c.lone, c.key)):
+        for capacity in sorted(
+            capacities, key=lambda c: (c.rows, c.tokens, not c.lone, c.attention_room, c.key)
+        ):
             self._ladders.setdefault(capacity.key.path, []).append(capacity)
         self._policy = policy
         self._path_of = path_of

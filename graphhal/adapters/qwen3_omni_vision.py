@@ -33,10 +33,15 @@ from graphhal.platform import Platform
 from graphhal.settings import Settings
 
 MAX_FRAME_PATCHES = 4096
-"""Patches of one video frame, at most: the bound that video graphs bake, and their guard reads.
-A video graph has a slot for every frame, and a kernel's work grows with slots x bound."""
-VIDEO_LADDER_STEPS = 4
-"""Budgets in each doubling of the video ladder; frame chunks fill a graph better than images do."""
+"""Patches of one video frame, at most: the bound that video graphs bake, and their guard reads."""
+SMALL_FRAME_PATCHES = 1024
+"""The bound of graphs for many frames. A kernel's work grows with slots x bound, however few of
+them a film uses: 65 slots of 4096 patches cost FlashAttention 65 µs a layer on an H200."""
+LARGE_FRAMES = 8
+"""Frames in a graph for larger ones, at most. Such graphs end where one frame fills them, since
+longer films replay them over successive frames."""
+VIDEO_LADDER_STEPS, BUSY_VIDEO_LADDER_STEPS = 4, 8
+"""Budgets in each doubling of the video ladder, and where a card is busy with rows."""
 LONE_LADDER_STEPS = 8
 """Budgets in each doubling of the ladder of lone images: a graph takes 3.5 MiB of the driver's and,
 with its self-check, a second at start-up."""
@@ -227,7 +232,7 @@ class Qwen3OmniVision(EncoderAdapter):
 
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
         """A dense ladder for images, large ones alone in a graph of their own where that is faster,
-        and a coarser ladder for videos."""
+        and a coarser ladder for videos, few large frames in graphs of their own."""
         ladder = {"image": self._image_capacities, "video": self._video_capacities}
         unknown = set(self.modalities) - set(ladder)
         if unknown:
@@ -255,16 +260,34 @@ class Qwen3OmniVision(EncoderAdapter):
         )
 
     def _video_capacities(self, settings: Settings) -> Iterator[Capacity]:
-        for budget in token_budgets(settings, VIDEO_LADDER_STEPS, VIDEO_LADDER_STEPS):
+        """Graphs for many frames, and for few larger ones."""
+        for budget in token_budgets(settings, VIDEO_LADDER_STEPS, BUSY_VIDEO_LADDER_STEPS):
             rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
             longest = min(rows, MAX_FRAME_PATCHES)
-            padding = -(-(budget - frames) * self.merge_area // longest)
-            bound = SequenceBound(rows=rows, slots=frames + padding, max_seqlen=longest)
-            items = min(settings.max_items, frames)
-            key = GraphKey(self.name, "video", budget)
-            yield Capacity(
-                key, rows, budget, items, {BOUNDARIES: bound}, lone_from=self.lone_sequence_from
-            )
+            if frames <= LARGE_FRAMES or rows <= SMALL_FRAME_PATCHES:
+                yield self._video_capacity(settings, budget, frames, longest)
+                continue
+            yield self._video_capacity(settings, budget, frames, SMALL_FRAME_PATCHES)
+            if rows <= MAX_FRAME_PATCHES or settings.token_budgets is not None:
+                large = (("frames", LARGE_FRAMES),)
+                yield self._video_capacity(settings, budget, LARGE_FRAMES, longest, large)
+
+    def _video_capacity(
+        self,
+        settings: Settings,
+        budget: int,
+        frames: int,
+        longest: int,
+        axes: tuple[tuple[str, int], ...] = (),
+    ) -> Capacity:
+        rows = budget * self.merge_area
+        padding = -(-(budget - frames) * self.merge_area // longest)
+        bound = SequenceBound(rows=rows, slots=frames + padding, max_seqlen=longest)
+        items = min(settings.max_items, frames)
+        key = GraphKey(self.name, "video", budget, axes)
+        return Capacity(
+            key, rows, budget, items, {BOUNDARIES: bound}, lone_from=self.lone_sequence_from
+        )
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
         """Patches in the encoder's dtype; positions, interpolation and boundaries packed."""
