@@ -17,9 +17,11 @@ from graphhal.adapters.host_sizes import host_int, host_ints
 from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import read_sound, sample_speech
 from graphhal.adapters.seeded_weights import chosen_preset, with_seeded_weights
+from graphhal.adapters.whisper_layers import use_fewer_copies
 from graphhal.errors import AdapterError, InputError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey
+from graphhal.platform import Platform
 from graphhal.settings import Settings
 
 CLIPS_PER_GRAPH = (1, 2)
@@ -152,6 +154,10 @@ class CovoAudio(EncoderAdapter):
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # follows the stage's `.to()`
         """Of the encoder's weights."""
         return self.encoder.conv1.weight.dtype  # type: ignore[no-any-return]
+
+    def prepare(self, platform: Platform) -> None:
+        """Layers of few copies; Whisper's own attention takes whole clips on every platform."""
+        use_fewer_copies(self.encoder)
 
     def modules(self) -> Iterable[torch.nn.Module]:
         """The encoder and the downsampling adapter."""
