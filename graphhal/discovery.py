@@ -110,24 +110,34 @@ def find_adapters(settings: Settings | None = None) -> "list[AdapterFactory]":
         manager = _manager()
         manager.register(found.plugin, found.name)
         try:
-            for offered in manager.hook.graphhal_adapters():
-                for factory in offered:
-                    _add(factory, found.name, factories)
-        except Exception as error:  # a third party's code: report it and go on
+            for factory in _offered(manager):
+                _add(factory, found.name, factories)
+        except (Exception, SystemExit) as error:  # a third party's code: report it
             log.warning("adapters of plugin %s are left out: %s", found.name, error, exc_info=True)
     return list(factories.values())
 
 
+def _offered(manager: pluggy.PluginManager) -> "Sequence[AdapterFactory]":
+    answers: list[Sequence[AdapterFactory]] = manager.hook.graphhal_adapters()
+    if not answers:  # pluggy leaves out what is None
+        raise PluginError("graphhal_adapters returned None, or is not there; return the factories")
+    return answers[0]
+
+
 def _add(factory: Any, plugin: str, factories: "dict[str, AdapterFactory]") -> None:
+    name: Any = getattr(factory, "name", None)
+    modality = getattr(factory, "modality", None)
     problem = None
-    if not isinstance(factory.name, str):
+    if not isinstance(name, str):
         problem = "a name is a word"
-    elif factory.name in factories:
+    elif not isinstance(modality, str):
+        problem = f"a modality is a word, 'image' or 'audio', not {modality!r}"
+    elif name in factories:
         problem = "the name is taken"
     if problem is None:
-        factories[factory.name] = factory
+        factories[name] = factory
     else:
-        log.warning("adapter %s of plugin %s is left out: %s", factory.name, plugin, problem)
+        log.warning("adapter %s of plugin %s is left out: %s", name or factory, plugin, problem)
 
 
 def bind(plugin: Any, info: PlatformInfo, name: str = "plugin") -> Platform:

@@ -327,6 +327,30 @@ def test_check_fails_for_a_graph_that_disagrees(monkeypatch: pytest.MonkeyPatch)
     assert "differs from eager" in result.stdout
 
 
+def test_check_goes_on_where_a_tower_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no weights of this size")
+
+    monkeypatch.setattr("graphhal.adapters.siglip.SiglipFactory.build", broken)
+    result = run("check", *SMALL, "--tower", "siglip", "--tower", AUDIO, "--json")
+    assert isinstance(result.exception, ValueError)
+    first, *others = json.loads(result.stdout)["graphs"]
+    assert (first["tower"], first["reason"]) == ("siglip", "ValueError: no weights of this size")
+    assert [(line["tower"], line["reason"]) for line in others] == [(AUDIO, None)] * 2
+
+
+def test_bench_leaves_out_a_tower_for_which_it_has_no_input(
+    clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphhal.adapters.qwen3_omni_vision.Qwen3OmniVisionFactory.modality", "3d")
+    monkeypatch.setattr("graphhal.adapters.siglip.SiglipFactory.modality", "3d")
+    towers = output_json(run("bench", *QUICK, "--audio", clip, "--json"))["towers"]
+    assert [each["tower"] for each in towers] == [AUDIO]
+    named = run("bench", *QUICK, "--tower", "siglip")
+    assert named.exit_code == 1
+    assert "error: tower siglip encodes 3d, which has no bench input" in named.stderr
+
+
 def test_check_fails_for_a_graph_that_was_dropped() -> None:
     result = run("check", *SMALL, "--tower", AUDIO, "--set", "memory_limit=1", "--json")
     assert result.exit_code == 1

@@ -409,6 +409,7 @@ from graphhal import hookimpl
 class Factory:
     def __init__(self, name):
         self.name = name
+        self.modality = "image" if name != "four" else None
 
 @hookimpl
 def graphhal_adapters():
@@ -421,19 +422,23 @@ def test_adapters_of_broken_plugins_are_left_out(no_own_platforms, caplog):
         "a": ADAPTERS.format(body="return [Factory('one'), Factory('two')]"),
         "b": ADAPTERS.format(body="raise RuntimeError('no weights')"),
         "c": ADAPTERS.format(body="return None"),
-        "d": ADAPTERS.format(body="return [object()]"),
+        "d": ADAPTERS.format(body="return [object(), Factory('five')]"),
         "e": "import no_such_library_at_all",
         "f": ADAPTERS.format(body="return [Factory('two'), Factory('three')]"),
         "g": ADAPTERS.format(body="return 3"),
         "h": ADAPTERS.format(body="return [Factory(None)]"),
+        "i": ADAPTERS.format(body="raise SystemExit(3)"),
+        "j": ADAPTERS.format(body="return [Factory('four')]"),
     }
     no_own_platforms.install("vendor", sources, group="graphhal.adapters")
-    assert [factory.name for factory in find_adapters()] == ["one", "two", "three"]
-    for name in ("b", "d", "e", "g"):
+    assert [factory.name for factory in find_adapters()] == ["one", "two", "five", "three"]
+    for name in ("b", "c", "e", "g", "i"):
         assert f"adapters of plugin {name} are left out" in caplog.text
-    assert "adapter None of plugin h is left out: a name is a word" in caplog.text
+    assert "of plugin h is left out: a name is a word" in caplog.text
+    assert "of plugin d is left out: a name is a word" in caplog.text
+    assert "adapter four of plugin j is left out: a modality is a word" in caplog.text
     assert "adapter two of plugin f is left out: the name is taken" in caplog.text
-    assert [f.name for f in find_adapters(Settings(block_plugins="a"))] == ["two", "three"]
+    assert [f.name for f in find_adapters(Settings(block_plugins="a,d"))] == ["two", "three"]
 
 
 # Binding -------------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ def bench(
         _check_report(report)
     options = towers.parse_options(policy, option)
     opened, settings = towers.open_with(platform, options)
-    factories = towers.choose_towers(tower, settings)
+    chosen = towers.choose_towers(tower, settings)
+    factories = [each for each in chosen if tower or each.modality in ("image", "audio")]
     from graphhal.adapters.sample_files import sample_photograph, sample_speech
     from graphhal.bench.machine import describe_machine
 

@@ -56,16 +56,21 @@ def check(
     from graphhal.runner import EncoderGraphs
 
     lines: list[Checked] = []
+    broken: Exception | None = None
     for factory in towers.choose_towers(tower, settings, every=True):
-        graphs = EncoderGraphs(
-            towers.build_tower(factory, preset, opened, dtype, seed), opened, settings
-        )
         try:
-            with screen.progress_bar(f"capture {factory.name}") as on_capture:
-                graphs.capture(on_capture)
-            lines += _check_tower(factory.name, graphs)
-        finally:
-            graphs.clear()
+            adapter = towers.build_tower(factory, preset, opened, dtype, seed)
+            graphs = EncoderGraphs(adapter, opened, settings)
+            try:
+                with screen.progress_bar(f"capture {factory.name}") as on_capture:
+                    graphs.capture(on_capture)
+                lines.extend(_check_tower(factory.name, graphs))
+            finally:
+                graphs.clear()
+        except Exception as error:  # noqa: BLE001  (raised below, when the others are shown)
+            reason = f"{type(error).__name__}: {error}"
+            lines.append(Checked(factory.name, f"{factory.name}/…", reason=reason))
+            broken = broken or error
     if not lines:
         raise screen.fail("there is no graph to check; the settings ask for none of these towers")
     if json:
@@ -74,6 +79,8 @@ def check(
         )
     else:
         _show(lines)
+    if broken is not None:
+        raise broken
     wrong = [line.key for line in lines if line.reason is not None]
     if wrong:
         raise screen.fail(f"{len(wrong)} of {len(lines)} graphs are not right: {', '.join(wrong)}")
