@@ -17,6 +17,9 @@ PACKED = "pixel_values_packed"
 TILES, TILE_COUNTS = "spatial_shapes", "num_patches"
 """Sizes of the tiles of all pictures (LFM2-VL), and how many of them each picture has."""
 
+LONGEST = 4
+"""Width of a picture in heights, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class GridRequests:
@@ -138,6 +141,21 @@ def _noise(
     floating = dtype if dtype.is_floating_point else torch.float32
     pixels = torch.randn(shape, generator=generator, dtype=floating, device=device)
     return pixels if dtype.is_floating_point else (pixels * 48 + 128).clamp(0, 255).to(dtype)
+
+
+def pictures_of(tokens: int, most: int) -> tuple[int, ...]:
+    """Tokens of pictures that make as many together, as few as can be, and `most` at most; fewer
+    tokens where those do not do. None is a long strip, as one of 383 tokens would be: towers'
+    tables of positions end (at 512 patches, Kimi's)."""
+    first = next(n for n in range(tokens, 0, -1) if _is_no_strip(n))
+    if first == tokens or most == 1:
+        return (first,)
+    return (first, *pictures_of(tokens - first, most - 1))
+
+
+def _is_no_strip(tokens: int) -> bool:
+    height, width = _squarest(tokens, 1)
+    return width <= LONGEST * height
 
 
 def _squarest(tokens: int, merge: int) -> tuple[int, int]:

@@ -86,14 +86,16 @@ class ProtocolExamples:
     def groups(self, capacity: Capacity) -> Iterator[tuple[int, ...]]:
         """Tokens of the items: full, one short of full, many small ones; else one full alone."""
         budget, most = capacity.rows, capacity.items
-        yield (budget,)
         if self.grids() is None:
+            yield (budget,)
             return
+        yield grid_requests.pictures_of(budget, most)
         if budget > 1:
-            yield (budget - 1,)
+            yield grid_requests.pictures_of(budget - 1, most)
         if most > 1:
-            small = max(1, budget // most)
-            yield (*[small] * (most - 1), budget - small * (most - 1))
+            small = grid_requests.pictures_of(max(1, budget // most), 1)
+            rest = budget - small[0] * (most - 1)
+            yield (*small * (most - 1), *grid_requests.pictures_of(rest, 1))
             yield (1,) * most
 
     def unpadded(self, mm_kwargs: Mapping[str, Any]) -> torch.Tensor:

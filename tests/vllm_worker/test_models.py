@@ -142,6 +142,27 @@ def test_replays_equal_the_models_own_code(
     assert manager.stats()["graph_misses"] == 0
 
 
+def test_pictures_that_graphs_are_checked_with_are_no_strips(engine: Any) -> None:
+    """Kimi's table of positions ends at 512 patches, and 383 tokens are a strip of 766: its
+    self-check would fail, and cost other graphs as well."""
+    model, _ = kimi_vl(engine)
+    engine.additional_config["graphhal"]["token_budgets"] = [1, 3, 47, 384, 397, 1280]
+    engine.compilation_config.encoder_cudagraph_token_budgets = []
+    for items in (1, 2, 5, 8):
+        engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = items
+        made = executor.build(engine, torch.device("cpu"), torch.float32, model)
+        (graphs,) = made._graphs()
+        for capacity in graphs.ladder():
+            cases = [*graphs.adapter.worst_cases(capacity)]
+            assert max(map(len, cases)) <= capacity.items
+            full = max(sum(item.rows for item in case) for case in cases)
+            assert capacity.rows * 0.9 <= full <= capacity.rows
+            assert full == capacity.rows or items < 3
+            for case in cases:
+                sides = graphs.adapter.example(case, 0)["image_grid_hws"].tolist()
+                assert all(w <= 4 * h for h, w in sides), sides
+
+
 class OneSequence:
     """A film's frames attend to each other: no boundaries that follow from its sizes alone."""
 
