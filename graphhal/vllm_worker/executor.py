@@ -248,8 +248,12 @@ class EncoderGraphExecutor:
                 served = ServedEncoder(encoder, platform, own, peers, group)
                 # The model's own code may be asked for the first time.
                 with _vllm_context(self._vllm_config):
-                    for graphs in served.graphs.values():
-                        graphs.ladder()
+                    ladders = [graphs.ladder() for graphs in served.graphs.values()]
+                if group is not None and not all(ladders):
+                    # Ranks that share would always encode, and one without items ask a graph how
+                    # wide outputs are.
+                    self._refuse(encoder, "no graph is asked for")
+                    continue
                 self._served.append(served)
             except GraphhalError as error:
                 self._refuse(encoder, str(error))

@@ -1,7 +1,8 @@
 """The two spellings of vLLM's encoder-graph protocol: 0.26, and 0.27 to 0.33; a model's towers."""
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +82,19 @@ class Dialect:
         ).values
         return dict(values)
 
-    def eager(self, model: Any, mm_kwargs: Mapping[str, Any], path: str) -> Any:
-        """The model's own output for one of its paths; some models of 0.26 know no path."""
+    def forward(self, model: Any, values: dict[str, torch.Tensor], path: str) -> torch.Tensor:
+        """(rows, width): what a graph of one of the model's paths computes."""
+        with _alone(model):
+            output: torch.Tensor = model.encoder_cudagraph_forward(values, path=path)
+        return output.reshape(-1, output.shape[-1])
+
+    def eager(self, model: Any, mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
+        """(tokens, width): the model's own output for one of its paths; some models of 0.26 know
+        no path."""
         rest = {} if path == "default" else {"path": path}
-        return model.encoder_eager_forward(mm_kwargs, **rest)
+        with _alone(model):
+            output = model.encoder_eager_forward(dict(mm_kwargs), **rest)
+        return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 
     def scatters_only(self, model: Any) -> bool:
         """Whether a model's items are consecutive rows of its output: the protocol's default."""
@@ -138,3 +148,19 @@ def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:
     if not found and isinstance(model, torch.nn.Module):
         found = [model]
     return tuple(dict.fromkeys(found))
+
+
+@contextmanager
+def _alone(model: Any) -> Iterator[None]:
+    """Without spreading over ranks, which the others would not come to: each encodes its share by
+    itself. The model spreads items (Kimi K2.5, StepVL), or its tower does (InternVL, MiniCPM-V);
+    whoever may has whole weights."""
+    parts = dict.fromkeys(m for tower in tower_modules(model) for m in tower.modules())
+    spread = [m for m in (model, *parts) if getattr(m, "use_data_parallel", False) is True]
+    for module in spread:
+        module.use_data_parallel = False
+    try:
+        yield
+    finally:
+        for module in spread:
+            module.use_data_parallel = True

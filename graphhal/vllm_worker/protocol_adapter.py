@@ -14,7 +14,7 @@ from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey, SequenceBound
 from graphhal.platform import Platform
 from graphhal.settings import SelfCheck, Settings
-from graphhal.vllm_worker import grid_requests, host_ends, protocol_eager
+from graphhal.vllm_worker import grid_requests, host_ends
 from graphhal.vllm_worker.layout_check import LayoutCheck
 from graphhal.vllm_worker.limits import Limits, dense_budgets
 from graphhal.vllm_worker.protocol import Dialect, PathRule, tower_modules
@@ -255,7 +255,9 @@ class ProtocolAdapter(EncoderAdapter):
         if named is not None and (self.rule.minimum is None or not named):
             return named
         high = self.limits.high
-        low = min(self.rule.minimum or self.limits.low, high)
+        low = self.rule.minimum or self.limits.low
+        if low > high:
+            return ()
         plain = _doubling(low, high)
         probe = self._buffers.dummies(min(plain), self._axes[0])
         packed = any(name in BOUNDS for name in probe)
@@ -399,9 +401,7 @@ class ProtocolAdapter(EncoderAdapter):
             return self._eager_forward()
         captured = self._buffers.behind(inputs)
         values = {name: value for name, value in inputs.items() if name != MARKER}
-        output: torch.Tensor = self.model.encoder_cudagraph_forward(
-            values | captured.constants, path=self.path_name
-        )
+        output = self.dialect.forward(self.model, values | captured.constants, self.path_name)
         return _exactly(output, captured.budget * self._examples.rows_per_token())
 
     def _eager_forward(self) -> torch.Tensor:
@@ -409,17 +409,17 @@ class ProtocolAdapter(EncoderAdapter):
             raise AdapterError(f"{self.name}: an eager forward needs a request")
         (mm_kwargs, items), self._request = self._request, None
         if CAPTURE_INPUTS in mm_kwargs:
-            own = protocol_eager.copied(mm_kwargs[CAPTURE_VALUES])
+            own = _copied(mm_kwargs[CAPTURE_VALUES])
             values = {name: value for name, value in own.items() if value is not None}
-            output = self.model.encoder_cudagraph_forward(values, path=self.path_name)
+            output = self.dialect.forward(self.model, values, self.path_name)
             return _exactly(output, items[0].tokens)
         return self._own_eager(self._subset(mm_kwargs, items, for_graph=False))
 
     def _own_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
-        own = protocol_eager.copied(subset)  # the request is asked for again
+        own = _copied(subset)  # the request is asked for again
         if self._examples.rows_per_token() > 1:
             return self._examples.unpadded(own)
-        return protocol_eager.run(self.model, self.dialect, self.path_name, own)
+        return self.dialect.eager(self.model, own, self.path_name)
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
         """Pictures of a grid, where the model takes such; else the model's own dummy inputs."""
@@ -437,6 +437,15 @@ class ProtocolAdapter(EncoderAdapter):
             )
 
 
+def _copied(value: Any) -> Any:
+    """Inputs with tensors of their own: the model may work in place."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
 def _check_rows(pixels: torch.Tensor | None, rows: int) -> None:
     """Missing patches would become zeros, where eager finds that they are missing."""
     if pixels is not None and len(pixels) != rows:
@@ -449,7 +458,6 @@ def _shapes(values: Mapping[str, torch.Tensor | None]) -> Hashable:
 
 def _exactly(output: torch.Tensor, tokens: int) -> torch.Tensor:
     """The first `tokens` rows of a model's output; models round their capture sizes up or down."""
-    output = output.reshape(-1, output.shape[-1])
     if len(output) < tokens:
         return torch.nn.functional.pad(output, (0, 0, 0, tokens - len(output)))
     return output[:tokens]

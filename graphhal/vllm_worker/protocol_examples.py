@@ -11,7 +11,7 @@ import torch
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity
 from graphhal.self_check import TOLERANCE, Difference
-from graphhal.vllm_worker import grid_requests, protocol_eager
+from graphhal.vllm_worker import grid_requests
 from graphhal.vllm_worker.protocol_buffers import ProtocolBuffers, safe_bound
 from graphhal.vllm_worker.protocol_items import signature_of
 
@@ -107,8 +107,7 @@ class ProtocolExamples:
         values = {name: value for name, value in prepared.values.items() if value is not None}
         for name, value in self._host_values.items():  # what a model bakes it may not prepare again
             values.setdefault(name, safe_bound(name, value, values))
-        output: torch.Tensor = self._model.encoder_cudagraph_forward(values, path=self._path)
-        return output.reshape(-1, output.shape[-1])
+        return self._dialect.forward(self._model, values, self._path)
 
     def _merging(
         self, grids: grid_requests.PictureRequests, tokens: int
@@ -120,7 +119,7 @@ class ProtocolExamples:
             with torch.no_grad():
                 rows = self.unpadded(request)
                 made = self._dialect.postprocess(self._model, {"default": rows}, [tokens], request)
-                eager = protocol_eager.run(self._model, self._dialect, self._path, request)
+                eager = self._dialect.eager(self._model, request, self._path)
             wrong = Difference.between(made[0], eager).exceeds(TOLERANCE.get(rows.dtype, 2e-2))
         except Exception:  # the model's own code: without an answer, nothing is known of it
             log.debug("%s: no rows of a token", type(self._model).__name__, exc_info=True)

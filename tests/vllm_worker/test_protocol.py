@@ -171,23 +171,67 @@ def test_a_ranks_share_of_several_paths_is_its_own(engine: Any) -> None:
         assert graphs.stats()["misses"] == {}
 
 
-def test_a_ranks_own_eager_call_spreads_nothing(engine: Any) -> None:
-    """Kimi K2.5's eager code gathers from all ranks, where ours asks one of them alone."""
+@pytest.mark.parametrize("where", ["model", "tower"])
+def test_a_rank_encodes_its_share_without_the_others(engine: Any, where: str) -> None:
+    """Kimi K2.5's eager code gathers from all ranks, StepVL's and the towers of InternVL, MiniCPM-V
+    and Step3-VL in graphs as well, where ours asks one of them alone."""
     from protocol_models import Base
 
-    class Spreads(Base):
-        use_data_parallel = True
+    class Spreads(torch.nn.Linear):
+        use_data_parallel = where == "tower"
 
-        def encoder_eager_forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
             assert not self.use_data_parallel, "the other ranks do not come"
-            return super().encoder_eager_forward(*args, **options)
+            assert not model.use_data_parallel, "the other ranks do not come"
+            return super().forward(pixels)
 
-    model = Spreads()
+    model = Base()
+    model.tower = Spreads(8, 6)
+    model.use_data_parallel = where == "model"  # type: ignore[assignment]
     served = executor_for(engine, model)
     (graphs,) = served._graphs()
+    assert (model.use_data_parallel, model.tower.use_data_parallel) == (
+        where == "model", where == "tower",
+    )  # fmt: skip
     group = {"pixel_values": torch.randn(9, 4, 8)}
-    assert equal(graphs.run(group), model.embed_multimodal(**group))
-    assert model.use_data_parallel
+    eager = graphs.run(group)
+    few = {"pixel_values": group["pixel_values"][:2]}
+    replayed = served.execute(few)
+    assert replayed is not None
+    model.use_data_parallel = model.tower.use_data_parallel = False  # type: ignore[assignment]
+    assert equal(eager, model.embed_multimodal(**group))
+    assert equal(replayed, model.embed_multimodal(**few))
+
+
+def test_ranks_that_share_items_have_graphs_or_leave_it_to_the_model(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without items would ask a graph for the width of outputs, and there is none."""
+    from protocol_models import Base, TwoPaths
+    from vllm.distributed.parallel_state import get_tp_group
+
+    from graphhal.peers import Peers
+    from graphhal.vllm_worker import ranks
+
+    group = get_tp_group().device_group
+    monkeypatch.setattr(ranks, "sharing", lambda *_: (Peers(), group))
+    pixels = torch.randn(1, 4, 8)
+    for model, budgets in ((Base(), []), (TwoPaths(), [2])):
+        engine.additional_config["graphhal"]["token_budgets"] = budgets
+        served = executor_for(engine, model)
+        crops = {"crops": torch.randn(1, 2, 8), "num_crops": [1]}
+        assert served.execute({"pixel_values": pixels} | crops) is None
+        assert served.stats()["misses"] == {"image": {"no graph is asked for": 1}}
+
+
+def test_a_path_whose_smallest_item_is_above_all_budgets_has_no_graph(engine: Any) -> None:
+    from protocol_models import TwoPaths
+
+    engine.additional_config["graphhal"]["token_budgets"] = [2]
+    served = executor_for(engine, TwoPaths())
+    assert served.stats()["graph_count"] == 1
+    assert served.token_budgets == [2]
+    assert served.stats()["dropped"] == []
 
 
 def test_a_models_code_works_on_a_copy_of_the_kwargs(engine: Any) -> None:
