@@ -29,19 +29,20 @@ class GroupPlan:
     """How a group of these sizes is served.
 
     Attributes:
+        items: that it was made for.
+        key: their sizes.
         starts: first row of each item in the group's output; one more entry: the end.
         steps: replays and eager calls, in order.
         num_bytes: host bytes of the packed blocks and the items.
-        sequences: of each item; equal signatures promise equal ones, and a wrong one would show in
-            no other way.
         refusals: items of each path and what the adapter said of them; the plan holds while it
             says the same.
     """
 
+    items: tuple[ItemSpec, ...]
+    key: Hashable
     starts: tuple[int, ...]
     steps: tuple[PreparedReplay | Eager, ...]
     num_bytes: int
-    sequences: list[Mapping[str, tuple[int, ...]]]
     refusals: _Refusals
 
     def miss_reason(self) -> MissReason | None:
@@ -72,6 +73,7 @@ class GroupPlans:
         self._entries = entries
         self._refuses = type(adapter).refusal is not EncoderAdapter.refusal
         self._kept: OrderedDict[Hashable, GroupPlan] = OrderedDict()
+        self._of_same_items: dict[int, GroupPlan] = {}
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -80,9 +82,23 @@ class GroupPlans:
     def of(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
         """How to serve these items.
 
+        Adapters keep the specs of sizes that come again, so most plans are found without a look at
+        the sizes.
+
         Raises:
             AdapterError: the specs describe no group that could be served.
         """
+        plan = self._of_same_items.get(id(items))
+        if plan is None or plan.items is not items:
+            plan = self._of_equal_sizes(items)
+        if plan.refusals and not self._holds(plan):
+            self._forget(plan)
+            plan = self._keep(self._made(plan.items, plan.key))
+        else:
+            self._kept.move_to_end(plan.key)
+        return plan
+
+    def _of_equal_sizes(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
         try:
             key = tuple(
                 [(i.modality, i.signature, i.frames, i.row_offset, i.rows, i.tokens) for i in items]
@@ -96,21 +112,29 @@ class GroupPlans:
                 f"{self._adapter.name}: signatures of items must be hashable: {error}"
             ) from error
         if plan is not None:
-            if plan.sequences == [item.sequences for item in items] and all(
-                self._adapter.refusal(part) == said for part, said in plan.refusals
-            ):
-                self._kept.move_to_end(key)
+            # Equal signatures promise equal sequences, and a wrong one would show in no other way.
+            if [item.sequences for item in plan.items] == [item.sequences for item in items]:
                 return plan
-            self._num_bytes -= self._kept.pop(key).num_bytes
-        plan = self._kept[key] = self._made(items)
+            self._forget(plan)
+        return self._keep(self._made(tuple(items), key))  # a list may hold others tomorrow
+
+    def _holds(self, plan: GroupPlan) -> bool:
+        return all(self._adapter.refusal(part) == said for part, said in plan.refusals)
+
+    def _keep(self, plan: GroupPlan) -> GroupPlan:
+        self._kept[plan.key] = self._of_same_items[id(plan.items)] = plan
         self._num_bytes += plan.num_bytes
         while len(self._kept) > 1 and (
             self._num_bytes > PREPARED_BYTES or len(self._kept) > PREPARED_GROUPS
         ):
-            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+            self._forget(next(iter(self._kept.values())))
         return plan
 
-    def _made(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
+    def _forget(self, plan: GroupPlan) -> None:
+        self._num_bytes -= plan.num_bytes
+        del self._kept[plan.key], self._of_same_items[id(plan.items)]
+
+    def _made(self, items: tuple[ItemSpec, ...], key: Hashable) -> GroupPlan:
         check_items(self._adapter, items)
         # Before the plan: if the answer changes meanwhile, the next request plans anew.
         refusals = self._refusals(items)
@@ -124,8 +148,7 @@ class GroupPlans:
                 steps.append(self._execution.prepare(entry, step.items, starts))
         blocks = sum(s.update.block.nbytes for s in steps if isinstance(s, PreparedReplay))
         num_bytes = blocks + ITEM_BYTES * len(items)
-        sequences = [item.sequences for item in items]
-        return GroupPlan(starts, tuple(steps), num_bytes, sequences, refusals)
+        return GroupPlan(items, key, starts, tuple(steps), num_bytes, refusals)
 
     def _refusals(self, items: tuple[ItemSpec, ...]) -> _Refusals:
         if not self._refuses:

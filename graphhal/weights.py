@@ -130,10 +130,10 @@ class WeightWatch:
     In-place updates keep addresses and need no recapture. A tensor or module that was replaced
     (`module.weight = …`), or given other storage or strides (`weight.data = …`, sleep and wake),
     does; so does a module that was hooked, patched or given a submodule. What was replaced,
-    registered or hooked is noticed by the next request, because PyTorch tells of it, and so is a
-    class that was patched; other storage under a few of more than `WHOLE` tensors by the first one
-    after a pause, or in turn, and so are hooks that are gone, patches of single modules, the mode
-    where a method reads it, and attributes: a tensor beside the parameters, a number, an
+    registered or hooked is noticed by the next request, because PyTorch tells of it; other storage
+    under a few of more than `WHOLE` tensors by the first one after a pause, or in turn, and so are
+    hooks that are gone, patches of classes and of single modules, the mode where a method reads it,
+    and attributes: a tensor beside the parameters, a number, an
     activation, and what lists and dicts of them hold. What is new does not count, as a key of a
     dict, unless it takes the place of a class's own: a number, a method.
 
@@ -188,6 +188,7 @@ class WeightWatch:
         self._keys = [(within[i], list(within[i])) for i in within.keys() - set(map(id, owns))]
         self._look_at([*self._firm, *self._noted])
         self._calls = list(map(_called, self._kinds))
+        self._calls_in_turn = cycle(zip(self._kinds, self._calls, strict=True))
         self._num_entries = sum(map(len, self._tables))
         _watch_registrations()
         self._changes = _changes()
@@ -254,12 +255,13 @@ class WeightWatch:
         looked_at, self._looked_at = self._looked_at, None
         if looked_at is None:
             return False
-        if looked_at.replaced() or self._patched():
+        if looked_at.replaced():
             return True
         if looked_at is not self._held:
-            return False
+            kind, called = next(self._calls_in_turn)
+            return bool(_called(kind) != called)
         self._checked_at = monotonic()
-        return self._absent.came() or self._of_other_classes()
+        return self._patched() or self._absent.came() or self._of_other_classes()
 
 
 def _cut(places: Sequence[Place], size: int) -> Iterator[Sequence[Place]]:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event, Thread
+from typing import ClassVar
 
 import pytest
 import torch
@@ -870,6 +871,41 @@ def test_kept_plans_of_many_items_are_bounded_too(monkeypatch):
     for graphs.adapter.refused in ("LoRA is on", None) * 4:  # each time it is planned anew
         graphs.run(images(*[1] * 29, 8))
     assert len(graphs._plans) == 3
+
+
+def test_specs_that_come_again_are_planned_without_a_look_at_them(monkeypatch):
+    class Keeping(ToyEncoder):
+        def item_specs(self, mm_kwargs):
+            return self.kept
+
+    graphs = serve(plain_platform(), Keeping())
+    graphs.adapter.kept = ToyEncoder.item_specs(graphs.adapter, images(2, 3))
+    assert_equals_eager(graphs, images(2, 3))
+    looked = []
+    of_equal_sizes = graphs._plans._of_equal_sizes
+    monkeypatch.setattr(
+        graphs._plans, "_of_equal_sizes", lambda i: looked.append(i) or of_equal_sizes(i)
+    )
+    assert_equals_eager(graphs, images(2, 3))
+    graphs.adapter.refused = "LoRA is on"
+    graphs.run(images(2, 3))
+    assert misses(graphs) == {MissReason.REFUSED: 2}
+    graphs.adapter.refused = None
+    assert_equals_eager(graphs, images(2, 3))
+    assert looked == []
+
+
+def test_a_list_of_specs_that_holds_others_later_is_looked_at_again(platform):
+    class Listing(ToyEncoder):
+        kept: ClassVar[list] = []
+
+        def item_specs(self, mm_kwargs):
+            self.kept[:] = super().item_specs(mm_kwargs)
+            return self.kept
+
+    graphs = serve(platform, Listing())
+    for asked in (images(2, 3), images(4, 1), images(1), images(2, 3)):
+        assert_equals_eager(graphs, asked)
 
 
 # Boundaries ----------------------------------------------------------------------------------

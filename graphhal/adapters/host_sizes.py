@@ -18,6 +18,8 @@ def host_rows(values: Any, name: str, columns: int) -> tuple[tuple[int, ...], ..
         InputError: not a table of whole numbers with `columns` columns.
     """
     rows = _listed(values, name)
+    if _is_table(values, columns):
+        return tuple(map(tuple, rows))
     try:
         table = tuple(
             [tuple(map(_whole, _in_order(_listed(row, name)))) for row in _in_order(rows)]
@@ -30,6 +32,16 @@ def host_rows(values: Any, name: str, columns: int) -> tuple[tuple[int, ...], ..
         if len(row) != columns:
             raise InputError(f"{name} must have {columns} numbers, got {row}", number)
     return table
+
+
+def _is_table(values: Any, columns: int) -> bool:
+    """As processors return it, so that nothing is left to check."""
+    return (
+        isinstance(values, torch.Tensor)
+        and values.dtype is torch.int64
+        and values.dim() == 2
+        and values.shape[1] == columns
+    )
 
 
 def host_ints(values: Any, name: str) -> tuple[int, ...]:

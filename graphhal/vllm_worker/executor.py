@@ -344,9 +344,10 @@ class EncoderGraphExecutor:
 
     def _find(self, mm_kwargs: Mapping[str, Any]) -> ServedEncoder | None:
         """The encoder of all of a group: whatever else it holds would be left out."""
-        sound, sight = (
-            any(mm_kwargs.get(key) is not None for key in keys) for keys in (AUDIO_KEYS, SIGHT_KEYS)
-        )
+        sound = sight = False
+        for key, value in mm_kwargs.items():
+            if value is not None:
+                sound, sight = sound or key in AUDIO_KEYS, sight or key in SIGHT_KEYS
         for served in self._served:
             modalities = served.encoder.modalities
             if (not sound or "audio" in modalities) and (not sight or modalities != ("audio",)):

@@ -75,7 +75,7 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         self.device = projection.device
         self._keep_by_size()
         self.own_pixel_dtype = _own_pixel_dtype(tower)
-        self._by_parts: bool | None = None
+        self.forget()
 
     def _weight(self) -> torch.Tensor:
         return self.tower.patch_embed.proj.weight  # type: ignore[no-any-return]
@@ -84,8 +84,9 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
         return int(self.tower.num_grid_per_side)
 
     def forget(self) -> None:
-        """Blocks are tried part by part anew."""
-        self._by_parts = None
+        """Blocks are tried part by part anew, and the rotary table is looked at again."""
+        self._by_parts: bool | None = None
+        self._known_places: int | None = None
 
     def output_order(self, mm_kwargs: Mapping[str, Any]) -> Iterable[str]:
         """As in vLLM's models: that of the request's keys."""
@@ -93,7 +94,9 @@ class VllmQwenVision(HeldTower, Qwen3OmniVision):
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Pictures with more places on a side than the rotary table has rows."""
-        known = len(self.tower.rotary_pos_emb.cos_sin_cache)
+        known = self._known_places
+        if known is None:  # once: another table later is noticed as other weights are
+            known = self._known_places = len(self.tower.rotary_pos_emb.cos_sin_cache)
         for item in items:
             h, w = frame_size(item)
             if max(h, w) > known:

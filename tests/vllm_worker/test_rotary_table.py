@@ -9,13 +9,16 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize("make", ["qwen3_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("items", [1, 4])
-def test_nothing_is_looked_up_beyond_the_table(engine: Any, make: str, items: int) -> None:
+def test_nothing_is_looked_up_beyond_the_table(
+    engine: Any, make: str, items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """61 tokens are as square as they can be in a row; a picture of so many patches is refused."""
     import vllm_on_cpu as on_cpu
 
     model = getattr(on_cpu, make)(engine)
     rotary = model.visual.rotary_pos_emb
-    rotary.cos_sin_cache = rotary.cos_sin_cache[:64]
+    # vLLM keeps one for all models of a process.
+    monkeypatch.setitem(rotary._buffers, "cos_sin_cache", rotary.cos_sin_cache[:64])
     engine.compilation_config.encoder_cudagraph_token_budgets = [61, 62]
     engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = items
     engine.additional_config["graphhal"]["self_check"] = "full"
@@ -35,3 +38,8 @@ def test_nothing_is_looked_up_beyond_the_table(engine: Any, make: str, items: in
     assert manager.execute(on_cpu.image_group(model, [[1, 2, 122]])) is None
     assert manager.execute(on_cpu.image_group(model, [[1, 2, 64]])) is not None
     assert manager.stats()["misses"] == {"image": {"the adapter does not replay such a group": 1}}
+
+    monkeypatch.setitem(rotary._buffers, "cos_sin_cache", rotary.cos_sin_cache[:32])
+    manager.capture(graph_pool=None)
+    assert manager.execute(on_cpu.image_group(model, [[1, 2, 64]])) is None
+    assert manager.execute(on_cpu.image_group(model, [[1, 2, 32]])) is not None
