@@ -58,7 +58,7 @@ class VisionAttention(Qwen3OmniMoeVisionAttention):  # type: ignore[misc]  # unt
             )
             return ordinary
         rows = len(hidden_states)
-        packed = self.qkv(hidden_states).view(rows, 3, self.num_heads, self.head_dim)
+        packed = self.qkv(hidden_states).view(rows, 3, self.num_heads, -1)
         query, key = turned(packed[:, :2], *position_embeddings).unbind(1)
         output = attention(query, key, packed[:, 2], cu_seqlens, max_seqlen, self.scaling)
         projected: torch.Tensor = self.proj(output.reshape(rows, -1))
