@@ -177,6 +177,11 @@ class EncoderAdapter(ABC):
         return ()
 
 
+def wrong_answer(adapter: EncoderAdapter, method: str, wanted: str, got: object) -> AdapterError:
+    """The error for a method that returned something else than `wanted`."""
+    return AdapterError(f"{adapter.name}: {method} must return {wanted}, got {got!r:.100}")
+
+
 def refuse_hidden_methods(adapter: EncoderAdapter) -> None:
     """Refuse an adapter one of whose attributes hides a method: a count called `places`.
 

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphhal.adapter import BufferSpec
+from graphhal.adapter import BufferSpec, EncoderAdapter, wrong_answer
 from graphhal.errors import AdapterError
+from graphhal.plan import Capacity
 
 ALIGNMENT = 256
 """Bytes; every static buffer starts on a multiple, as device allocators align their blocks."""
@@ -41,6 +42,19 @@ class Layout:
                     f"packed buffer {name!r} is {spec.dtype}, which has no NumPy dtype; "
                     f"use one of {', '.join(map(str, _NUMPY_DTYPES))}"
                 )
+
+    @classmethod
+    def of(cls, adapter: EncoderAdapter, capacity: Capacity) -> "Layout":
+        """The layout of what the adapter wants for a graph of this capacity.
+
+        Raises:
+            AdapterError: it named no buffers.
+        """
+        specs = adapter.buffers(capacity)
+        named = isinstance(specs, Mapping)
+        if not named or not all(isinstance(spec, BufferSpec) for spec in specs.values()):
+            raise wrong_answer(adapter, "buffers", "a BufferSpec for each name", specs)
+        return cls(specs)
 
     @cached_property
     def _bulk(self) -> dict[str, tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphhal.adapter import EncoderAdapter
+from graphhal.adapter import EncoderAdapter, wrong_answer
 from graphhal.arena import Layout, host_block
 from graphhal.boundaries import Boundaries
 from graphhal.errors import AdapterError, CaptureError, ReplayError
@@ -143,7 +143,7 @@ class Execution:
         whole = copies[0][0] if one else None
         stage = self._adapter.stager(items, entry.graph.request.inputs)
         if not callable(stage):
-            raise AdapterError(f"{self._adapter.name}: stager must return a function, got {stage}")
+            raise wrong_answer(self._adapter, "stager", "a function", stage)
         return PreparedReplay(entry, items, stage, update, copies, whole, label, rows)
 
     def example(
@@ -250,7 +250,7 @@ class Execution:
     ) -> None:
         adapter = self._adapter
         exact = Capacity.of(items, GraphKey(adapter.name, adapter.path(items[0]), 0))
-        layout = Layout(adapter.buffers(exact))
+        layout = Layout.of(adapter, exact)
         update = self._host_update(exact, layout, items)
         self._on_device = None  # a platform may keep the boundaries of the step it entered last
         packed = torch.empty(update.block.numel(), dtype=torch.uint8, device=adapter.device)
@@ -266,7 +266,10 @@ class Execution:
         ):
             packed.copy_(update.block, non_blocking=kind == "eager")
             inputs.pop("", None)
-            inputs.update(adapter.eager_inputs(mm_kwargs, items))
+            bulk = adapter.eager_inputs(mm_kwargs, items)
+            if not isinstance(bulk, Mapping):
+                raise wrong_answer(adapter, "eager_inputs", "tensors by name", bulk)
+            inputs.update(bulk)
             bounds = {name: bound.max_seqlen for name, bound in exact.sequences.items()}
             levels = as_levels(adapter.forward(inputs, bounds))
             rows = len(levels[0])
@@ -298,9 +301,7 @@ class Execution:
         boundaries = capacity.boundaries(items, self._platform.info.allow_empty)
         metadata = self._adapter.metadata(items)
         if not isinstance(metadata, Mapping):
-            raise AdapterError(
-                f"{self._adapter.name}: metadata must return arrays by name, got {metadata!r:.100}"
-            )
+            raise wrong_answer(self._adapter, "metadata", "arrays by name", metadata)
         arrays = dict(metadata)
         for name, ends in boundaries.items():
             arrays[name] = ends.cu_seqlens

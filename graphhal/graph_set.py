@@ -148,7 +148,7 @@ class GraphSet:
         broken: dict[GraphKey, CaptureError] = {}
         for capacity in _largest_first(ladder):
             try:
-                layout = Layout(self._adapter.buffers(capacity))
+                layout = Layout.of(self._adapter, capacity)
             except Exception as error:
                 log.debug("%s: no buffers", capacity.key, exc_info=True)
                 broken[capacity.key] = CaptureError(f"no buffers: {type(error).__name__}: {error}")
@@ -223,7 +223,7 @@ class GraphSet:
     ) -> tuple[MemoryProfile, int]:
         """What the graphs of a ladder would take, captured largest first over one arena, and the
         bytes of that arena, which such a profile does not see. Nothing is kept."""
-        planned = [(c, Layout(self._adapter.buffers(c))) for c in _largest_first(ladder)]
+        planned = [(c, Layout.of(self._adapter, c)) for c in _largest_first(ladder)]
         arena = self._allocate(planned, output)
         notes = ModuleNotes(self._adapter.modules())
         requests = [self._staged_late(each, arena, stage, notes) for each in planned]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
 
-from graphhal.adapter import EncoderAdapter
+from graphhal.adapter import EncoderAdapter, wrong_answer
 from graphhal.errors import AdapterError
 from graphhal.execution import Execution, PreparedReplay
 from graphhal.graph_set import Entry
@@ -104,7 +104,7 @@ class GroupPlans:
                 [(i.modality, i.signature, i.frames, i.row_offset, i.rows, i.tokens) for i in items]
             )
         except (AttributeError, TypeError) as error:
-            raise _no_specs(self._adapter, items) from error
+            raise no_specs(self._adapter, items) from error
         try:
             plan = self._kept.get(key)
         except TypeError as error:
@@ -159,10 +159,9 @@ class GroupPlans:
         return tuple((part, self._adapter.refusal(part)) for part in map(tuple, parts.values()))
 
 
-def _no_specs(adapter: EncoderAdapter, items: object) -> AdapterError:
-    return AdapterError(
-        f"{adapter.name}: item_specs must return a tuple of ItemSpec, got {items!r:.100}"
-    )
+def no_specs(adapter: EncoderAdapter, items: object) -> AdapterError:
+    """The error for items that are none."""
+    return wrong_answer(adapter, "item_specs", "a tuple of ItemSpec", items)
 
 
 def check_items(adapter: EncoderAdapter, items: Sequence[ItemSpec]) -> None:
@@ -173,7 +172,7 @@ def check_items(adapter: EncoderAdapter, items: Sequence[ItemSpec]) -> None:
             sequences, or with sizes that are no host integers.
     """
     if not isinstance(items, Sequence) or not all(isinstance(item, ItemSpec) for item in items):
-        raise _no_specs(adapter, items)
+        raise no_specs(adapter, items)
     if any(item.index != position for position, item in enumerate(items)):
         raise AdapterError(f"{adapter.name}: item_specs must come in request order")
     sets: dict[str, set[str]] = {}

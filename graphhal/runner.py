@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import RLock
 from time import perf_counter
@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from graphhal import cost, self_check
-from graphhal.adapter import EncoderAdapter, refuse_hidden_methods
+from graphhal.adapter import EncoderAdapter, refuse_hidden_methods, wrong_answer
 from graphhal.cost_table import CostTable
 from graphhal.errors import (
     AdapterError,
@@ -30,7 +30,7 @@ from graphhal.execution import (
     without_autocast,
 )
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
-from graphhal.group_plans import GroupPlan, GroupPlans, check_items
+from graphhal.group_plans import GroupPlan, GroupPlans, check_items, no_specs
 from graphhal.items import ItemSpec
 from graphhal.outputs import split_items, token_starts
 from graphhal.peers import Peers
@@ -117,9 +117,12 @@ class EncoderGraphs:
         """Every graph that these settings ask for, captured or not.
 
         Raises:
-            AdapterError: two capacities of the adapter have one key.
+            AdapterError: the adapter offers no capacities, or two of one key.
         """
-        ladder = tuple(self.adapter.capacities(self.settings))
+        offered = self.adapter.capacities(self.settings)
+        ladder = tuple(offered) if isinstance(offered, Iterable) else None
+        if ladder is None or not all(isinstance(capacity, Capacity) for capacity in ladder):
+            raise wrong_answer(self.adapter, "capacities", "a tuple of Capacity", offered)
         if len({capacity.key for capacity in ladder}) < len(ladder):
             keys = ", ".join(str(capacity.key) for capacity in ladder)
             raise AdapterError(f"{self.adapter.name}: every capacity needs its own key, got {keys}")
@@ -301,10 +304,8 @@ class EncoderGraphs:
                 self.adapter.forget()
                 output = self._first_output(ladder)
                 # After the first forward: it may have made what it keeps between calls.
-                self._watch = WeightWatch(
-                    self.adapter.modules(), self.adapter.places(), not self.adapter.whole_model
-                )
-            except CaptureError as error:
+                self._watch = self._watch_weights()
+            except (AdapterError, CaptureError) as error:
                 problem = str(error)
             except Exception as error:
                 log.debug("%s: first output failed", self.adapter.name, exc_info=True)
@@ -327,6 +328,13 @@ class EncoderGraphs:
             # Where it waits for the device, and that fails or never ends.
             with suppress(RuntimeError, CaptureError), self._graphs.reference_step({"": output}):
                 torch.accelerator.empty_cache()  # what references took is the host's again
+
+    def _watch_weights(self) -> WeightWatch:
+        adapter = self.adapter
+        modules = adapter.modules()
+        if not isinstance(modules, Iterable):
+            raise wrong_answer(adapter, "modules", "a tuple of modules", modules)
+        return WeightWatch(modules, adapter.places(), attributes=not adapter.whole_model)
 
     def _decides(self, ladder: Sequence[Capacity]) -> dict[str, Any]:
         """What becomes of a group depends on its sizes and on these; ranks compare them."""
@@ -352,10 +360,10 @@ class EncoderGraphs:
             return None
         return f"platform {info.name} cannot capture collectives, and this tower runs some"
 
-    def _nothing(self, items: tuple[ItemSpec, ...] | None) -> list[torch.Tensor]:
+    def _nothing(self, items: object) -> list[torch.Tensor]:
         """The outputs of no items, unless an adapter forgot to return what it found."""
-        if items is None:
-            raise AdapterError(f"{self.adapter.name}: item_specs returned None; return the specs")
+        if not isinstance(items, tuple | list):
+            raise no_specs(self.adapter, items)
         return []
 
     def _run(

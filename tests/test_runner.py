@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import weakref
 from collections import Counter, defaultdict
@@ -241,6 +242,7 @@ def test_a_step_says_which_device_it_is_on(sets):
         ("item_specs", 7, "item_specs must return a tuple of ItemSpec, got 7"),
         ("item_specs", "specs", "item_specs must return a tuple of ItemSpec, got 'specs'"),
         ("item_specs", [(1, 2)], r"item_specs must return a tuple of ItemSpec, got \[\(1, 2\)\]"),
+        ("item_specs", {}, r"item_specs must return a tuple of ItemSpec, got \{\}"),
         ("metadata", None, "metadata must return arrays by name, got None"),
         ("stager", None, "stager must return a function, got None"),
     ],
@@ -259,13 +261,48 @@ def test_an_answer_of_another_kind_is_the_adapters_fault(platform, method, value
     assert graphs.stats()["hits"] == {"image": 1}
 
 
+@pytest.mark.parametrize(
+    ("method", "value", "told"),
+    [
+        ("buffers", None, "buffers must return a BufferSpec for each name, got None"),
+        ("buffers", {"pixels": (4, 3)}, "buffers must return a BufferSpec for each name, got {'"),
+        ("eager_inputs", None, "eager_inputs must return tensors by name, got None"),
+    ],
+)
+def test_an_eager_call_tells_an_answer_of_another_kind(platform, method, value, told):
+    graphs = EncoderGraphs(ToyEncoder(), platform, Settings())
+    setattr(graphs.adapter, method, lambda *_: value)
+    graphs.capture()
+    assert told in graphs.report.dropped[0].reason
+    with pytest.raises(AdapterError, match=f"^toy: {re.escape(told)}"):
+        graphs.run(images(3))
+
+
+def test_modules_that_are_no_tuple_are_named(platform):
+    graphs = EncoderGraphs(ToyEncoder(), platform, Settings())
+    graphs.adapter.modules = lambda: graphs.adapter.tower
+    graphs.capture()
+    told = "toy: modules must return a tuple of modules, got "
+    assert {line.reason[: len(told)] for line in graphs.report.dropped} == {told}
+    assert_equals_eager(graphs, images(3))
+
+
+@pytest.mark.parametrize("value", [None, 7, (1, 2)])
+def test_capacities_that_are_none_are_the_adapters_fault(platform, value):
+    graphs = EncoderGraphs(ToyEncoder(), platform, Settings())
+    graphs.adapter.capacities = lambda _: value
+    told = f"toy: capacities must return a tuple of Capacity, got {value}"
+    with pytest.raises(AdapterError, match=f"^{re.escape(told)}"):
+        graphs.capture()
+
+
 @pytest.mark.parametrize("call", ["run", "try_replay", "run_eager"])
 def test_specs_that_were_not_returned_are_no_empty_group(call):
     class Forgetful(ToyEncoder):
         def item_specs(self, mm_kwargs):
             super().item_specs(mm_kwargs)
 
-    with pytest.raises(AdapterError, match=r"^toy: item_specs returned None"):
+    with pytest.raises(AdapterError, match=r"^toy: item_specs must return .*, got None"):
         getattr(serve(plain_platform(), Forgetful()), call)(images(3))
 
 
