@@ -84,6 +84,8 @@ class Capacity:
         sequences: per boundary set, its bound.
         lone_from: rows from which a sequence that is alone is attended to by another kernel, in
             graphs of two slots (it and its padding) and eagerly; `PlatformInfo.lone_sequence_from`.
+        gathers_last: the forward ends with picking the items' tokens, so that their number decides
+            nothing about how they are computed.
     """
 
     key: GraphKey
@@ -92,6 +94,7 @@ class Capacity:
     items: int
     sequences: Mapping[str, SequenceBound]
     lone_from: int | None = None
+    gathers_last: bool = False
 
     @property
     def lone(self) -> bool:
@@ -154,10 +157,14 @@ class Capacity:
 
     def is_exact_for(self, items: Sequence[ItemSpec]) -> bool:
         """Whether the items leave no padding row, so that a replay does the eager arithmetic."""
-        return sum(item.rows for item in items) == self.rows and all(
-            sum(lengths) == self.sequences[name].rows
-            and self._eager_is_lone(lengths) == self._is_lone(name)
-            for name, lengths in _lengths(items).items()
+        return (
+            sum(item.rows for item in items) == self.rows
+            and (self.gathers_last or sum(item.tokens for item in items) == self.tokens)
+            and all(
+                sum(lengths) == self.sequences[name].rows
+                and self._eager_is_lone(lengths) == self._is_lone(name)
+                for name, lengths in _lengths(items).items()
+            )
         )
 
     def _eager_is_lone(self, lengths: Sequence[int]) -> bool:

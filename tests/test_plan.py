@@ -280,6 +280,16 @@ def test_padding_of_a_boundary_set_alone_is_not_exact():
         assert graph.is_exact_for((item,)) is exact
 
 
+def test_a_graph_of_more_tokens_is_not_exact_unless_they_are_gathered_last():
+    """What comes after a gather of real tokens multiplies matrices of other sizes."""
+    graph = Capacity(GraphKey("toy", "audio", 2), 2, 8, 2, {})
+    items = [ItemSpec(n, "audio", 1, tokens, {}, tokens) for n, tokens in enumerate((4, 3))]
+    assert graph.misfit(items) is None
+    assert not graph.is_exact_for(items)
+    assert graph.is_exact_for([items[0], replace(items[0], index=1)])
+    assert replace(graph, gathers_last=True).is_exact_for(items)
+
+
 def test_windowed_layers_have_a_bound_of_their_own():
     graph = Capacity(
         GraphKey("toy", "image", 8),

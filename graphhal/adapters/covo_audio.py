@@ -260,6 +260,7 @@ class CovoAudio(EncoderAdapter):
                 tokens=clips * self.tokens_per_clip,
                 items=clips,
                 sequences={},
+                gathers_last=True,
             )
             for clips in sorted(counts)
             if 0 < clips <= settings.max_items

@@ -251,7 +251,7 @@ def test_worst_cases_fit_and_the_first_is_full(adapter):
     for capacity in adapter.capacities(Settings(token_budgets="188,376,800")):
         groups = list(adapter.worst_cases(capacity))
         assert all(capacity.misfit(group) is None for group in groups)
-        assert capacity.is_exact_for(groups[0])
+        assert all(capacity.is_exact_for(g) == (len(g) == capacity.rows) for g in groups)
         for group in groups:
             assert adapter.item_specs(adapter.example(group, seed=1)) == group
 
