@@ -2,11 +2,14 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 
+NUMBERS = frozenset({bool, int, float, str, type(None)})
+"""What lists of sizes, names and flags hold: equal ones compute the same."""
 CONTENTS = 256
 """Lists and dicts of more entries, as vocabularies, are not noted entry by entry."""
 
@@ -110,7 +113,11 @@ class Held:
 
     def __init__(self, places: Sequence[Place]) -> None:
         keys = [place for place in places if isinstance(place, TablePlace)]
-        self._lists = [place for place in places if isinstance(place, ListPlace)]
+        lists = [place for place in places if isinstance(place, ListPlace)]
+        plain = [NUMBERS.issuperset(map(type, place.held)) for place in lists]
+        self._plain_lists = [place.table for place in compress(lists, plain)]
+        self._plain_held = [list(place.held) for place in compress(lists, plain)]
+        self._lists = list(compress(lists, map(operator.not_, plain)))
         self._tables = [place.table for place in keys]
         self._names = [place.name for place in keys]
         self._held = [place.held for place in keys]
@@ -125,6 +132,8 @@ class Held:
     def replaced(self) -> bool:
         """Whether something else is held, or a tensor has other strides."""
         if not all(map(operator.is_, map(_GET, self._tables, self._names), self._held)):
+            return True
+        if self._plain_lists != self._plain_held:  # at once: vLLM's towers have a hundred and more
             return True
         if not all(place.is_as_it_was() for place in self._lists):
             return True
