@@ -120,9 +120,9 @@ class Layout:
                 array.ndim > 0
                 and array.shape[1:] == spec.shape[1:]
                 and len(array) <= spec.shape[0]
-                and np.can_cast(array.dtype, dtype, "same_kind")
+                and (array.dtype == dtype or _converts(array, dtype))
             )
-            if not fits or not _in_range(array, dtype):
+            if not fits:
                 raise AdapterError(
                     f"metadata {name!r} is {array.dtype}{list(array.shape)}, which does not fit "
                     f"{spec.dtype}{list(spec.shape)}"
@@ -131,8 +131,10 @@ class Layout:
         return block
 
 
-def _in_range(array: npt.NDArray[np.generic], dtype: type[np.generic]) -> bool:
-    """Whether a narrower integer dtype holds every value; NumPy would wrap them in silence."""
+def _converts(array: npt.NDArray[np.generic], dtype: type[np.generic]) -> bool:
+    """Whether another dtype holds every value; NumPy would wrap integers that it does not hold."""
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        return False
     integers = np.issubdtype(array.dtype, np.integer) and np.issubdtype(dtype, np.integer)
     if not integers or not array.size or np.can_cast(array.dtype, dtype):
         return True
