@@ -12,7 +12,7 @@ import torch
 from graphhal.adapter import EncoderAdapter
 from graphhal.arena import Arena, Layout
 from graphhal.boundaries import Boundaries
-from graphhal.errors import CaptureError, ResourceExhaustedError
+from graphhal.errors import CaptureError, PluginError, ResourceExhaustedError
 from graphhal.module_notes import ModuleNotes
 from graphhal.outputs import as_levels, write_levels
 from graphhal.peers import Peers
@@ -204,16 +204,25 @@ class GraphSet:
         """Release one graph; its inputs run in a larger graph, or eagerly."""
         entry = self.entries.pop(key, None)
         if entry is not None:
-            self._platform.release([entry.graph])
+            self._release([entry.graph])
 
     def close(self) -> None:
         """Release all graphs and arenas. May be called twice."""
         graphs = [entry.graph for entry in self.entries.values()]
         self.entries.clear()
         if graphs:
-            self._platform.release(graphs)
+            self._release(graphs)
         self.arena = None
         self._pool = None
+
+    def _release(self, graphs: Sequence[CapturedGraph]) -> None:
+        """Graphs that are not used any more; a device that failed may fail here as well, and what
+        asks for this, a request or a host that shuts down, goes on."""
+        try:
+            self._platform.release(graphs)
+        except Exception as error:  # noqa: BLE001  (a third party's code: report it)
+            names = ", ".join(str(graph.key) for graph in graphs[:SHOWN])
+            log.warning("%s: not released, their memory is lost: %r", names, error)
 
     def profile(
         self,
@@ -228,9 +237,12 @@ class GraphSet:
         notes = ModuleNotes(self._adapter.modules())
         requests = [self._staged_late(each, arena, stage, notes) for each in planned]
         try:
-            return self._platform.profile_memory(requests), arena.num_bytes
+            profile = self._platform.profile_memory(requests)
         finally:
             notes.put_back()
+        if not isinstance(profile, MemoryProfile):
+            raise _wrong_answer("graphhal_profile_memory", "a MemoryProfile", profile)
+        return profile, arena.num_bytes
 
     def _staged_late(
         self, planned: tuple[Capacity, Layout], arena: Arena, stage: Stage, notes: ModuleNotes
@@ -269,7 +281,7 @@ class GraphSet:
             with self.reference_step(request.inputs):
                 staged = request.packed.clone()
             try:
-                graph = self._platform.capture(request)
+                graph = self._captured(request)
             finally:
                 notes.put_back()
             with self.reference_step(request.inputs):
@@ -287,12 +299,18 @@ class GraphSet:
             kept = ()
         entry = Entry(capacity, layout, graph, writes_packed, kept)
         if limit_bytes is not None and self.num_bytes + graph.num_bytes > limit_bytes:
-            self._platform.release([graph])
+            self._release([graph])
             return CaptureError(f"memory_limit: it would take more than {limit_bytes} bytes")
         self._pool = graph.pool
         self.entries[capacity.key] = entry
         report.captured.append(Captured(capacity.key, graph.num_bytes, perf_counter() - started))
         return None
+
+    def _captured(self, request: CaptureRequest) -> CapturedGraph:
+        graph = self._platform.capture(request)
+        if not isinstance(graph, CapturedGraph) or not isinstance(graph.num_bytes, int):
+            raise _wrong_answer("graphhal_capture", "a CapturedGraph of so many bytes", graph)
+        return graph
 
     def _agreed(
         self, key: GraphKey, problem: CaptureError | None, report: CaptureReport
@@ -372,6 +390,10 @@ class GraphSet:
             pool=self._pool,
             device=self._adapter.device,
         )
+
+
+def _wrong_answer(hook: str, wanted: str, got: object) -> PluginError:
+    return PluginError(f"{hook} must return {wanted}, got {got!r:.100}")
 
 
 def _largest_first(ladder: Sequence[Capacity]) -> list[Capacity]:

@@ -494,9 +494,9 @@ class EncoderGraphs:
         try:
             with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
                 return int(limit * free())
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  (a third party's code: report it)
             log.warning(
-                "%s: free device memory is unknown, no graphs: %s", self.adapter.name, error
+                "%s: free device memory is unknown, no graphs: %r", self.adapter.name, error
             )
             return 0
 

@@ -1,6 +1,7 @@
 """Capture of a ladder: order, shared arenas, limits, failures; nothing of it stops a server."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,13 @@ import torch
 
 from graphhal import graph_set
 from graphhal.arena import Arena
-from graphhal.errors import CaptureError, HostReadError, ResourceExhaustedError, SettingsError
+from graphhal.errors import (
+    CaptureError,
+    HostReadError,
+    PluginError,
+    ResourceExhaustedError,
+    SettingsError,
+)
 from graphhal.graph_set import GraphSet
 from graphhal.peers import Peers
 from graphhal.plan import GraphKey
@@ -184,7 +191,54 @@ def test_a_fraction_of_unknown_memory_names_the_option_and_what_to_set():
         graphs_on(PlainPlugin(), memory_limit=0.25)
 
 
+@pytest.mark.parametrize("free", [lambda: None, lambda: 1 / 0, lambda: float("nan")])
+def test_a_fraction_of_what_nobody_knows_is_no_graphs_and_no_error(free, caplog):
+    graphs = graphs_on(PlainPlugin(), info={"free_bytes": free}, memory_limit=0.25)
+    assert graphs.capture().captured == []
+    assert "free device memory is unknown, no graphs" in caplog.text
+    assert_still_serves(graphs)
+
+
 # Failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [None, 7, "bytes"])
+def test_a_capture_that_returns_no_graph_is_named_and_stops_no_start_up(answer):
+    plain = plain_platform()
+
+    def capture(request):
+        graph = plain.capture(request)
+        graph.num_bytes = answer
+        return graph if answer == "bytes" else answer
+
+    graphs = EncoderGraphs(ToyEncoder(budgets=BUDGETS), replace(plain, capture=capture), Settings())
+    report = graphs.capture()
+    assert report.captured == []
+    said = "PluginError: graphhal_capture must return a CapturedGraph of so many bytes, got "
+    assert all(line.reason.startswith(said) for line in report.dropped)
+    assert_still_serves(graphs)
+
+
+def test_a_profile_that_is_none_is_named():
+    silent = replace(plain_platform(), profile_memory=lambda requests: None)
+    graphs = EncoderGraphs(ToyEncoder(budgets=BUDGETS), silent, Settings())
+    with pytest.raises(PluginError, match=r"^graphhal_profile_memory must return .*, got None"):
+        graphs.profile_memory()
+
+
+def test_a_release_that_fails_costs_no_request_and_is_told(caplog):
+    def release(released):
+        raise RuntimeError("the device is gone")
+
+    plugin = PlainPlugin()
+    platform = replace(plain_platform(plugin), release=release)
+    graphs = EncoderGraphs(ToyEncoder(budgets=BUDGETS), platform, Settings())
+    assert sizes(graphs.capture().captured) == [32, 16, 8, 4]
+    plugin.replay_errors |= {size: RuntimeError("the device is gone") for size in (4, 8, 16, 32)}
+    assert_still_serves(graphs)
+    graphs.clear()
+    assert graphs.keys() == []
+    assert "not released, their memory is lost: RuntimeError('the device is gone')" in caplog.text
 
 
 @pytest.mark.parametrize(
