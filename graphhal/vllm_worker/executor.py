@@ -355,7 +355,9 @@ class EncoderGraphExecutor:
         return None
 
     def _count(self, mm_kwargs: Mapping[str, Any], reason: str | None) -> None:
-        modality = modality_of(mm_kwargs)
+        asked_for = {m for served in self._served for m in served.encoder.modalities}
+        asked_for |= self._refused.keys()
+        modality = asked_for.pop() if len(asked_for) == 1 else modality_of(mm_kwargs)
         key = (modality, reason or self._refused.get(modality) or "no encoder takes these inputs")
         self._misses[key] = self._misses.get(key, 0) + count_items(mm_kwargs)
 

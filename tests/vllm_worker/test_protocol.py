@@ -443,6 +443,22 @@ def test_an_item_that_no_graph_may_take_runs_in_the_models_own_code(
     assert served.stats()["misses"] == {"image": {"inputs that the adapter does not know": 2}}
 
 
+def test_what_no_adapter_sized_counts_under_the_models_only_modality(engine: Any) -> None:
+    """Kimi K2.5's hits are of chunks, whose keys are those of pictures; so are its misses."""
+    from protocol_models import Base, config, spec
+
+    model = Base()
+    chunks = config(modalities=["vision_chunk"])
+    model.get_encoder_cudagraph_config = lambda: chunks  # type: ignore[method-assign]
+    served = executor_for(engine, model)
+    group = {"pixel_values": torch.randn(1, 4, 8)}
+    assert served.execute(group) is not None
+    model.get_encoder_cudagraph_item_specs = lambda _: [spec(4, 2**30)]  # type: ignore[method-assign]
+    assert served.execute(group) is None
+    stats = served.stats()
+    assert stats["hits"].keys() == stats["misses"].keys() == {"vision_chunk"}
+
+
 def test_an_item_of_several_paths_counts_once(engine: Any) -> None:
     from protocol_models import TwoPaths
 
