@@ -117,8 +117,6 @@ def _given(name: str, values: Mapping[str, torch.Tensor | None]) -> torch.Tensor
 
 def _constant(name: str, constant: torch.Tensor) -> Copy:
     def check(value: torch.Tensor) -> None:
-        if value is constant:
-            return
         if value.device.type != "cpu" or value.shape != constant.shape:
             raise RefusedError(f"{name} is baked at capture and cannot be replaced")
         if (value.item() > constant.item()) if single else bool((value > constant).any()):

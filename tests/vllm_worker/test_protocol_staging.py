@@ -1,5 +1,7 @@
 """What a model prepared, copied into a graph's buffers, or refused; no vLLM needed."""
 
+import gc
+
 import pytest
 import torch
 
@@ -37,6 +39,18 @@ def test_other_row_counts_than_the_first_are_right_too():
         target.fill_(NAN)
         copy({"pixels": torch.ones(rows, 2)})
         assert target.sum() == 2 * rows
+
+
+def test_views_of_many_sizes_do_not_pile_up():
+    pixels, ends = torch.zeros(60, 2), torch.zeros(60, dtype=torch.int32)
+    steps = Padding(99, 99, torch.arange(1, 60, dtype=torch.int32) * 99)
+    buffers = {"pixels": pixels, "cu_seqlens": ends}
+    copy = copies(captured(ends={"cu_seqlens": steps}), buffers, {})
+    for rows in range(1, 50):
+        copy({"pixels": torch.ones(rows, 2), "cu_seqlens": torch.arange(rows, dtype=torch.int32)})
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    for target, kinds in ((pixels, 2), (ends, 3)):
+        assert 0 < sum(each._base is target for each in tensors) <= kinds * KEPT_VIEWS
 
 
 def test_buffers_of_several_dtypes_keep_their_own():
@@ -100,7 +114,7 @@ def test_the_models_own_padding_is_used_and_still_has_to_fit():
     with pytest.raises(RefusedError, match="pixels is"):
         copy({"pixels": torch.ones(5, 2)})
     with pytest.raises(RefusedError, match="pixels is"):
-        copy({"pixels": torch.ones(5)})
+        copy({"pixels": torch.ones(2)})  # it would be broadcast
 
 
 @pytest.mark.parametrize(
@@ -151,3 +165,5 @@ def test_a_baked_scalar_is_a_guard(constant, value, words):
     copy({"max_seqlen": torch.tensor(constant)})
     with pytest.raises(RefusedError, match=words):
         copy({"max_seqlen": torch.tensor(value)})
+    with pytest.raises(RefusedError, match="cannot be replaced"):
+        copy({"max_seqlen": torch.tensor(constant, device="meta")})  # reading it would wait
