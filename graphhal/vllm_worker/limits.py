@@ -59,7 +59,7 @@ class Limits:
         but not less than half; the largest takes all, whatever that adds to it. Not so where
         only `exact` ones count.
         """
-        most = max(1, min(self.items, budget))
+        most = min(self.items, budget)
         frames = max(most, min(self.frames, budget))
         if budget >= self.high and not self.exact:
             return most, frames

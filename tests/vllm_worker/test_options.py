@@ -228,6 +228,10 @@ def test_chosen_ladder_stays_in_the_models_range() -> None:
     model = types.SimpleNamespace(get_encoder_cudagraph_budget_range=lambda _: (64, 2048))
     limits = limits_of(Settings(max_tokens=512), config(), model)
     assert (limits.low, limits.high) == (64, 512)
+    limits = limits_of(Settings(max_tokens=32), config(), model)
+    assert (limits.low, limits.high) == (32, 32)
+    named = limits_of(Settings(token_budgets=[96, 8, 16]), config(), model)
+    assert (named.budgets, named.low, named.high) == ((8, 16, 96), 8, 96)
     assert most_tokens(Settings(), config()) == 2048
     budgets = dense_budgets(2048)
     assert budgets[-1] == 2048
@@ -254,6 +258,24 @@ def test_a_graph_takes_as_many_items_as_divide_it(most: int) -> None:
     assert Limits(None, 16, 4096, 64, 0).items_for(208) == 52
     named = Limits((97, 101), 97, 101, 8, 0)
     assert (named.items_for(97), named.items_for(101)) == (7, 8)
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 64])
+@pytest.mark.parametrize("frames", [0, 7, 64])
+def test_where_only_exact_ones_count_graphs_are_no_larger_at_all(most: int, frames: int) -> None:
+    limits = Limits(None, 16, 4096, most, frames, exact=True)
+    for budget in (*dense_budgets(4096), 97):
+        items = limits.items_for(budget)
+        each = limits.frames_for(budget) // items
+        assert items <= min(most, budget)
+        assert items * each * ceil(ceil(budget / items) / each) == budget
+
+
+@pytest.mark.parametrize("named", [(0, 64), (-1, 64), (64, 0)])
+def test_a_budget_range_that_none_can_be_is_the_models_mistake(named: tuple[int, int]) -> None:
+    model = types.SimpleNamespace(get_encoder_cudagraph_budget_range=lambda _: named)
+    with pytest.raises(SettingsError, match=f"names the budget range {named[0]} to {named[1]}"):
+        limits_of(Settings(), config(), model)
 
 
 def test_films_make_a_graph_little_larger_either() -> None:
