@@ -27,6 +27,7 @@ PLATFORM_GROUP = "graphhal.platforms"
 ADAPTER_GROUP = "graphhal.adapters"
 OWN_DISTRIBUTION = "graphhal"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SLOW_SECONDS = 20.0
 """A plugin that takes longer to load or to probe is named while it is waited for."""
 _HALF_IMPORTED = "PyTorch cannot be imported, for the reason that a platform before this one has"
@@ -369,6 +370,11 @@ def _bound(plugin: Any, hook: str, name: str) -> Callable[..., Any]:
     implementation = getattr(plugin, hook, None)
     if implementation is None:
         raise PluginError(f"plugin {name!r} lacks the hook {hook}, which a platform needs")
+    if inspect.isgeneratorfunction(implementation) or inspect.iscoroutinefunction(implementation):
+        raise PluginError(
+            f"plugin {name!r}: hook {hook} yields or awaits, and would not run when it is called; "
+            "return the answer, or put @contextlib.contextmanager below @graphhal.hookimpl"
+        )
     asked = list(inspect.signature(getattr(hookspecs, hook)).parameters)
     signature = inspect.signature(implementation)
     parameters = signature.parameters.values()
@@ -378,6 +384,11 @@ def _bound(plugin: Any, hook: str, name: str) -> Callable[..., Any]:
         raise PluginError(
             f"plugin {name!r}: hook {hook} takes {signature}; arguments of "
             f"the hook, {', '.join(taken)}, come first and by position"
+        )
+    if not taken and any(parameter.kind in _VARIADIC for parameter in parameters):
+        raise PluginError(
+            f"plugin {name!r}: hook {hook} takes {signature}, which names none of its arguments, "
+            f"{', '.join(asked)}; name them (functools.wraps keeps those of a decorated function)"
         )
     if taken == asked:
         return implementation  # type: ignore[no-any-return]

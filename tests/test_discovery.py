@@ -140,6 +140,18 @@ BROKEN = {
         usable("keyword").replace("graphhal_replay(graph)", "graphhal_replay(*, graph)"),
         "hook graphhal_replay takes (*, graph); arguments of the hook, graph, come first",
     ),
+    "yielding": (
+        usable("yielding").replace("def graphhal_step", "def graphhal_step(kind): yield 1\ndef _s"),
+        "hook graphhal_step yields or awaits, and would not run when it is called",
+    ),
+    "waiting": (
+        usable("waiting").replace("def graphhal_replay", "async def graphhal_replay"),
+        "hook graphhal_replay yields or awaits",
+    ),
+    "decorated": (
+        usable("decorated").replace("graphhal_replay(graph)", "graphhal_replay(*args, **kwargs)"),
+        "hook graphhal_replay takes (*args, **kwargs), which names none of its arguments, graph",
+    ),
     "lacking": (
         usable("lacking").replace("@hookimpl\ndef graphhal_step", "def _step"),
         "lacks the hook graphhal_step",
@@ -424,7 +436,7 @@ def test_adapters_of_broken_plugins_are_left_out(no_own_platforms, caplog):
         "c": ADAPTERS.format(body="return None"),
         "d": ADAPTERS.format(body="return [object(), Factory('five')]"),
         "e": "import no_such_library_at_all",
-        "f": ADAPTERS.format(body="return [Factory('two'), Factory('three')]"),
+        "f": ADAPTERS.format(body="yield from [Factory('two'), Factory('three')]"),
         "g": ADAPTERS.format(body="return 3"),
         "h": ADAPTERS.format(body="return [Factory(None)]"),
         "i": ADAPTERS.format(body="raise SystemExit(3)"),
