@@ -26,8 +26,8 @@ def put_back(lane: Lane) -> Iterator[None]:
         depth = torch._C._len_torch_dispatch_stack()
         lane.hand_in(caller)
         collecting = gc.isenabled()
-        gc.disable()
         try:
+            gc.disable()
             yield
         finally:
             while torch._C._len_torch_dispatch_stack() > depth:
@@ -81,8 +81,8 @@ def direct_launches() -> Iterator[None]:
     if change is None or former == 0:
         yield
         return
-    change(0)
     try:
+        change(0)
         yield
     finally:
         change(former)

@@ -58,9 +58,9 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
     graph = npu.NPUGraph()
     pool = npu.graph_pool_handle() if request.pool is None else request.pool
     serving = Serving(request.inputs, request.boundaries, tasks=[])
-    with undone_begin(lane, pool):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
+        with undone_begin(lane, pool):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         with serve(serving):
             request.forward()
     except BaseException:
@@ -132,8 +132,7 @@ def replay(graph: CapturedGraph) -> None:
     if not recording.updates.armed:
         raise ReplayError(f"{graph.key}: update its boundaries before every replay")
     try:
-        recording.graph.replay()
-        recording.updates.replayed()
+        recording.updates.launch(recording.graph)
     except RuntimeError as error:
         raise replay_error(error, f"{graph.key}: launch") from error
 

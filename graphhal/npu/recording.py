@@ -29,8 +29,7 @@ class Recording:
         """Queue a first replay, with the boundaries of the capture."""
         names = {task.boundary_set for task in self.updates.tasks}
         self.updates.queue({name: boundaries[name].actual_seq_lengths for name in names})
-        self.graph.replay()
-        self.updates.replayed()
+        self.updates.launch(self.graph)
 
     def free(self, what: str) -> None:
         """Free the graph; one that the device does not finish in time is kept until it does."""

@@ -93,8 +93,8 @@ class TaskUpdates:
 
     def _rewrite(self, task: AttentionTask, ends: list[int]) -> None:
         stream = self._lane.update
-        npu.graph_task_update_begin(stream, task.handle)
         try:
+            npu.graph_task_update_begin(stream, task.handle)
             task.issue(ends)
         except BaseException:
             with suppress(RuntimeError):
@@ -102,10 +102,11 @@ class TaskUpdates:
             raise
         npu.graph_task_update_end(stream)
 
-    def replayed(self) -> None:
-        """A replay was queued: the next update waits for it."""
-        self._flags_set.clear()
+    def launch(self, graph: Any) -> None:
+        """Queue a replay; the next update waits for it."""
+        self._flags_set.clear()  # first: one that is interrupted, or raises, may be queued
         self.armed = False
+        graph.replay()
         self._done.record(self._lane.replay)
         self._last = (self._done,)
 

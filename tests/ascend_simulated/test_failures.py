@@ -118,6 +118,51 @@ def test_a_failure_at_every_call_of_a_replay_is_served_eagerly(platform: Platfor
             serves(tower, 1)
 
 
+@pytest.mark.parametrize(
+    ("owner", "call", "asked"),
+    [
+        (torch.npu.NPUGraph, "capture_begin", "capture"),
+        (torch.npu.NPUGraph, "capture_end", "capture"),
+        (torch.npu, "graph_task_group_begin", "capture"),
+        (torch.npu, "graph_task_update_begin", "run"),
+        (torch.npu, "graph_task_update_end", "run"),
+        (torch.npu.ExternalEvent, "record", "run"),
+        (torch.npu.NPUGraph, "replay", "run"),
+    ],
+)
+def test_an_interrupt_right_after_a_call_leaves_nothing_open_and_no_flag_out(
+    platform: Platform,
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: str,
+    owner: Any,
+    call: str,
+    asked: str,
+) -> None:
+    """Ctrl-C in a notebook: what was called has happened, and nobody was told."""
+    tower = twins("toy", platform, self_check="off")
+    expected, usual = tower.expected(REQUEST), getattr(owner, call)
+    tower.graphs.capture()
+    tower.graphs.run(REQUEST)
+    stream = torch.npu.current_stream()
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        usual(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tower.graphs.capture() if asked == "capture" else tower.graphs.run(REQUEST)
+    assert torch.npu.current_stream() == stream
+    if asked == "capture":
+        assert not tower.graphs.capture().dropped
+    hits = sum(tower.graphs.stats()["hits"].values())
+    for _ in range(2):
+        assert_equal(tower.graphs.run(REQUEST), expected, torch.float32)
+    assert sum(tower.graphs.stats()["hits"].values()) == hits + 2 * len(expected)
+    tower.graphs.clear()
+
+
 def test_exhausted_streams_stop_the_growth_and_keep_what_is_captured(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,12 +32,15 @@ class Npu:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.refuse_at = ""
+        self.error: BaseException = RuntimeError(
+            "NPU function error: injected, error code is 107033"
+        )
         self.capturing = False
 
     def say(self, what: str) -> None:
         self.log.append(what)
         if self.refuse_at and what.startswith(self.refuse_at):
-            raise RuntimeError("NPU function error: injected, error code is 107033")
+            raise self.error
 
     def graph_task_update_begin(self, stream: Any, handle: str) -> None:
         self.say(f"begin {handle}")
@@ -92,6 +95,14 @@ class Event:
 
     def query(self) -> bool:
         return False
+
+
+class Graph:
+    def __init__(self, npu: Npu) -> None:
+        self.npu = npu
+
+    def replay(self) -> None:
+        self.npu.say("replay")
 
 
 class Task:
@@ -283,7 +294,7 @@ def test_each_task_is_rewritten_and_then_its_flag_set_once(npu: Npu) -> None:
 def test_an_update_waits_for_the_replay_before_it(npu: Npu) -> None:
     updates = an_update(npu, "full")
     updates.queue({"full": [8]})
-    updates.replayed()
+    updates.launch(Graph(npu))
     assert not updates.armed
     npu.log.clear()
     updates.queue({"full": [3, 8]})
@@ -313,7 +324,7 @@ def test_two_updates_before_one_replay_set_each_flag_once(npu: Npu) -> None:
     updates.queue({"full": [8]})
     updates.queue({"full": [3, 8]})
     assert npu.log.count("set t0") == 1
-    updates.replayed()
+    updates.launch(Graph(npu))
     updates.queue({"full": [8]})
     assert npu.log.count("set t0") == 2
 
@@ -334,13 +345,37 @@ def test_a_replay_whose_end_cannot_be_recorded_is_waited_for_all_the_same(npu: N
     updates.queue({"full": [8]})
     npu.refuse_at = "record"
     with pytest.raises(RuntimeError, match="107033"):
-        updates.replayed()
+        updates.launch(Graph(npu))
     assert not updates.is_done()
     npu.refuse_at = ""
     npu.log.clear()
     updates.queue({"full": [3, 8]})
     assert npu.log[:4] == ["wait for stream", "begin t0", "issue t0 [3, 8]", "end"]
     assert npu.log.count("set t0") == 1
+
+
+@pytest.mark.parametrize("at", ["replay", "record"])
+def test_after_a_launch_that_was_interrupted_every_flag_is_set_again(npu: Npu, at: str) -> None:
+    """It may be queued, and clear the flags: one that nobody sets again is a hang."""
+    updates = an_update(npu, "full", "full")
+    updates.queue({"full": [8]})
+    npu.refuse_at, npu.error = at, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        updates.launch(Graph(npu))
+    assert not updates.armed
+    npu.refuse_at = ""
+    npu.log.clear()
+    updates.queue({"full": [8]})
+    assert npu.log[0] == "wait for stream"
+    assert [said for said in npu.log if said.startswith("set")] == ["set t0", "set t1"]
+
+
+def test_an_update_that_is_interrupted_right_after_it_began_is_closed(npu: Npu) -> None:
+    updates = an_update(npu, "full")
+    npu.refuse_at, npu.error = "begin", KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        updates.queue({"full": [8]})
+    assert npu.log == ["begin t0", "end"]
 
 
 def test_a_graph_without_attention_needs_its_update_all_the_same(npu: Npu) -> None:
