@@ -24,7 +24,7 @@ class Lane:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._given_up: list[Any] = []
+        self._given_up: Any = None
         self._held: list[object] = []
         with npu.device(index):
             self.replay = npu.Stream()
@@ -48,10 +48,10 @@ class Lane:
 
         Nothing is queued on the lane then, and nothing waits for it.
         """
-        if self._given_up and all(map(reached, self._given_up)):
-            self._given_up.clear()
+        if self._given_up is not None and reached(self._given_up):
+            self._given_up = None
             self._held.clear()
-        return bool(self._given_up)
+        return self._given_up is not None
 
     def refuse(self, what: str) -> None:
         """Keep work away from a lane that hangs.
@@ -82,7 +82,7 @@ class Lane:
         try:
             wait_for(waited, what)
         except CaptureError:
-            self._given_up.append(waited)
+            self._given_up = waited
             raise
 
     def settle(self, what: str) -> None:

@@ -1,9 +1,11 @@
 """A failure at every runtime call: the process serves on, eagerly where it must, and rightly."""
 
 import ctypes
+import gc
 import re
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -322,6 +324,41 @@ def test_what_a_graph_cannot_hold_is_named_and_leaves_the_process_as_it_was(
     good = a_request(device, lambda x, out: out.copy_(x + 1))
     graph = platform.capture(good)
     platform.release([graph])
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_a_graph_is_captured(
+    platform: Platform, device: torch.device, collects: bool, fails: bool
+) -> None:
+    """A graph that dies during a capture would end it."""
+    seen = []
+
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        seen.append(gc.isenabled())
+        out.copy_(x)
+        if fails and torch.npu.is_current_stream_capturing():
+            raise ValueError("no")
+
+    if not collects:
+        gc.disable()
+    try:
+        with pytest.raises(CaptureError) if fails else nullcontext():
+            platform.release([platform.capture(a_request(device, forward))])
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+    assert set(seen) == {False}
+
+
+def test_a_capture_is_the_threads_own(
+    platform: Platform, device: torch.device, trace: "simulator.Trace"
+) -> None:
+    """What other threads do on streams of theirs must not end it."""
+    request = a_request(device, lambda x, out: out.copy_(x))
+    platform.release([platform.capture(request)])
+    thread_local = 1
+    assert len(trace.matching(f"^capture begin .* mode={thread_local}$")) == 1
 
 
 def torch_option(name: str) -> bytes:

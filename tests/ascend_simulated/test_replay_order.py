@@ -18,8 +18,16 @@ from graphhal.npu import recording
 from graphhal.npu.capture_state import direct_launches
 from graphhal.npu.task_update import TASK_UPDATE
 from graphhal.platform import HostUpdate, Platform
+from graphhal.settings import Settings
 from tests.ascend_simulated import simulator
-from tests.ascend_simulated.encoders import Twins, assert_equal, random_request, twins
+from tests.ascend_simulated.encoders import (
+    Twins,
+    assert_equal,
+    random_request,
+    toy_twins,
+    twins,
+)
+from tests.toy_encoder import FULL, WINDOWED
 from tests.toy_encoder import images as images_on_host
 
 BLOCKS = 2
@@ -83,6 +91,26 @@ def test_windowed_and_full_layers_get_their_own_ends(
     ends = [re.search(r"\[q=(\S+) kv", line) for line in lines if "FusedInferAttention" in line]
     found = [match[1] for match in ends if match]
     assert found == ["6,16", "4,6,10,14,16"]
+
+
+def test_ends_are_made_once_a_replay_and_shared_by_the_layers_that_read_them(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = toy_twins(platform, Settings(self_check="off"), sets=(FULL, WINDOWED) * 2)
+    assert not layers.graphs.capture().dropped
+    made: list[Boundaries] = []
+
+    def actual_seq_lengths(bounds: Boundaries) -> list[int]:
+        made.append(bounds)
+        return list(bounds.ends)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Boundaries, "actual_seq_lengths", property(actual_seq_lengths))
+        outputs = layers.graphs.run(images(3, 5))
+    assert_equal(outputs, layers.expected(images_on_host(3, 5)), torch.float32)
+    assert layers.graphs.stats()["hits"] == {"image": 2}
+    assert sorted(bounds.ends[:2] for bounds in made) == [(4, 6), (6, 16)]
+    layers.graphs.clear()
 
 
 def test_the_request_path_waits_for_nothing_on_the_host(

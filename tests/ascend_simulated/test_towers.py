@@ -355,6 +355,42 @@ def test_a_tower_lives_on_another_device_than_the_current_one(processes: Process
     assert done.stdout.splitlines()[-1:] == ["0 9"], done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_request_within_a_capture_on_the_towers_device_becomes_part_of_it(
+    processes: Processes, current: int
+) -> None:
+    """Somebody captures the stream that is current on that device, whichever device is current."""
+    program = f"""
+        import warnings; warnings.simplefilter("ignore")
+        import torch
+        from tests.ascend_simulated.encoders import assert_equal
+        from tests.ascend_simulated.faults import tower_of_this_process
+        from tests.toy_encoder import images
+        tower = tower_of_this_process("npu:1")
+        assert not tower.graphs.capture().dropped
+        request = images(2, 3)
+        pixels = request["pixels"].to("npu:1")
+        tower.graphs.run(images(2, 3))
+        with torch.npu.device(1):
+            torch.npu.set_stream(torch.npu.Stream())
+            torch.npu.synchronize()
+            outer = torch.npu.NPUGraph()
+            outer.capture_begin()
+        with torch.npu.device({current}):
+            outputs = tower.graphs.run({{**request, "pixels": pixels}})
+        with torch.npu.device(1):
+            outer.capture_end()
+            for seed in range(3):
+                later = images(2, 3, seed=seed)
+                pixels.copy_(later["pixels"])
+                outer.replay()
+                assert_equal(outputs, tower.expected(later), torch.float32)
+        print(sum(sum(each.values()) for each in tower.graphs.stats()["misses"].values()))
+    """
+    done = processes.run(program, CANN_SIM_DEVICES="2")
+    assert done.stdout.splitlines()[-1:] == ["2"], done.stdout + done.stderr[-3000:]
+
+
 def test_a_share_of_free_memory_is_of_the_towers_own_device(processes: Processes) -> None:
     program = """
         import warnings; warnings.simplefilter("ignore")

@@ -169,11 +169,19 @@ def test_a_runtime_without_value_flags_is_refused() -> None:
     [
         (207001, ResourceExhaustedError),
         (207005, ResourceExhaustedError),
+        (207007, ResourceExhaustedError),
         (207008, ResourceExhaustedError),
+        (207009, ResourceExhaustedError),
         (107027, HostReadError),
+        (107030, HostReadError),
+        (107024, UnsupportedOperationError),
         (107025, UnsupportedOperationError),
+        (107031, UnsupportedOperationError),
         (107033, CaptureError),
+        (107034, CaptureError),
         (507011, CaptureError),
+        (507046, CaptureError),
+        (507903, CaptureError),
     ],
 )
 def test_codes_become_typed_errors_with_a_way_out(
@@ -202,6 +210,7 @@ def test_code_that_was_called_wrongly_is_no_error_of_the_runtime(npu: Npu) -> No
     assert not errors.is_runtime_error(ValueError("error code is 107027"))
     assert not errors.is_runtime_error(RuntimeError("shapes do not match"))
     assert errors.is_runtime_error(RuntimeError("x, error code is 507011"))
+    assert errors.is_runtime_error(RuntimeError("External NPU stream is not supported"))
     assert errors.is_runtime_error(torch.OutOfMemoryError("no"))
 
 
@@ -262,6 +271,10 @@ def test_what_a_lane_reads_or_writes_is_held_for_as_long_as_it_hangs(
     read = torch.zeros(2)
     gone = weakref.ref(read)
     lane.hold(read)
+    del read
+    assert gone() is None
+    read = torch.zeros(2)
+    gone = weakref.ref(read)
     with pytest.raises(CaptureError):
         lane.wait_for(waited, "warm-up")
     lane.hold(read)
@@ -397,6 +410,18 @@ def test_a_boundary_set_is_found_by_its_buffer(npu: Npu) -> None:
     assert found.set_of(window) == "window"
     assert found.set_of(full[:2]) == "full"
     assert found.set_of(full.clone()) is None
+
+
+def test_ends_are_known_within_their_forward_alone(npu: Npu) -> None:
+    ends, others = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    module, found = serving(npu, cu_seqlens=ends)
+    with module.serve(found):
+        assert module.ends_are_known(ends)
+        assert not module.ends_are_known(others)
+        with module.serve(serving(npu, cu_seqlens=others)[1]):
+            assert not module.ends_are_known(ends)
+        assert module.ends_are_known(ends)
+    assert not module.ends_are_known(ends)
 
 
 def test_foreign_boundaries_are_refused_under_capture_and_read_otherwise(npu: Npu) -> None:
