@@ -18,7 +18,7 @@ from torch_npu import npu
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import ReplayError
-from graphhal.npu.acl_errors import capture_error, replay_error
+from graphhal.npu.acl_errors import capture_error
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
 from graphhal.npu.lane import Lane
@@ -94,8 +94,7 @@ def update_boundaries(graph: CapturedGraph, update: HostUpdate) -> None:
     """Copy the packed block and rewrite every attention task; never waits.
 
     Raises:
-        ReplayError: the update does not belong to this graph (nothing was queued), or the
-            runtime refused it.
+        ReplayError: the update does not belong to this graph; nothing was queued.
     """
     recording, request = _recording(graph), graph.request
     ends = {}
@@ -114,27 +113,21 @@ def update_boundaries(graph: CapturedGraph, update: HostUpdate) -> None:
             f"{graph.key}: the packed block has {tuple(update.block.shape)} bytes, the graph's "
             f"buffer {tuple(request.packed.shape)}"
         )
-    try:
-        request.packed.copy_(update.block, non_blocking=True)
-        recording.updates.queue(ends)
-    except RuntimeError as error:
-        raise replay_error(error, f"{graph.key}: boundary update") from error
+    request.packed.copy_(update.block, non_blocking=True)
+    recording.updates.queue(ends)
 
 
 def replay(graph: CapturedGraph) -> None:
     """Launch the graph on the replay stream; never waits.
 
     Raises:
-        ReplayError: no update came since the last replay (the device would wait for ever), the
-            graph was released, or the runtime refused the launch.
+        ReplayError: no update came since the last replay (the device would wait for ever), or
+            the graph was released.
     """
     recording = _recording(graph)
     if not recording.updates.armed:
         raise ReplayError(f"{graph.key}: update its boundaries before every replay")
-    try:
-        recording.updates.launch(recording.graph)
-    except RuntimeError as error:
-        raise replay_error(error, f"{graph.key}: launch") from error
+    recording.updates.launch(recording.graph)
 
 
 def step(
@@ -161,7 +154,7 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
     """
     lanes = set()
     for graph in graphs:
-        recording, graph.handle, graph.poison = graph.handle, None, None
+        recording, graph.handle = graph.handle, None
         if recording is not None:
             recording.free(f"{graph.key}: release")
             recording.lane.hold(graph.request)

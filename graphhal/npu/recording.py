@@ -37,7 +37,8 @@ class Recording:
             self.lane.wait_for(self.updates, what)
             self.graph.reset()
         except (RuntimeError, CaptureError) as error:
-            log.warning("%s: the graph is not freed yet: %s", what, error)
+            # Its text alone: who keeps the line would keep the graph, by the error's frames.
+            log.warning("%s: the graph is not freed yet: %s", what, str(error))
             self.keep()
 
     def keep(self) -> None:

@@ -18,7 +18,7 @@ from graphhal.errors import (
     ResourceExhaustedError,
     UnsupportedOperationError,
 )
-from graphhal.npu import acl_errors, plugin
+from graphhal.npu import acl_errors, plugin, recording
 from graphhal.platform import CapturedGraph, CaptureRequest, Platform, Unavailable
 from graphhal.runner import EncoderGraphs
 from tests.ascend_simulated import simulator
@@ -264,10 +264,17 @@ def _nested(x: torch.Tensor, out: torch.Tensor) -> None:
 
 def _left_behind(x: torch.Tensor, out: torch.Tensor) -> None:
     if torch.npu.is_current_stream_capturing():
-        torch.npu.NPUGraph().graph_dispatch_mode.__enter__()
+        for _ in range(2):
+            torch.npu.NPUGraph().graph_dispatch_mode.__enter__()
         torch.npu.set_stream(torch.npu.Stream())
         raise ValueError("the tower broke")
     out.copy_(x)
+
+
+def _elsewhere(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+    if torch.npu.is_current_stream_capturing():
+        torch.npu.set_stream(torch.npu.Stream())
 
 
 def _too_much(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -359,6 +366,81 @@ def test_a_capture_is_the_threads_own(
     platform.release([platform.capture(request)])
     thread_local = 1
     assert len(trace.matching(f"^capture begin .* mode={thread_local}$")) == 1
+
+
+def test_a_forward_that_leaves_another_stream_current_is_captured(
+    platform: Platform, device: torch.device
+) -> None:
+    stream = torch.npu.current_stream()
+    platform.release([platform.capture(a_request(device, _elsewhere))])
+    assert torch.npu.current_stream() == stream
+
+
+def test_the_caller_goes_on_behind_what_a_failed_capture_queued(
+    platform: Platform, device: torch.device, schedule: str
+) -> None:
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+        raise ValueError("no")
+
+    request = a_request(device, forward)
+    torch.npu.synchronize()
+    with pytest.raises(CaptureError):
+        platform.capture(request)
+    request.output.fill_(7)
+    torch.npu.synchronize()
+    assert bool((request.output.cpu() == 7).all())
+
+
+@pytest.mark.parametrize("where", ["forward", "first replay"])
+def test_what_a_failed_capture_took_is_free_while_its_error_is_held(
+    platform: Platform, device: torch.device, where: str
+) -> None:
+    size = 2**26
+
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        if torch.npu.is_current_stream_capturing():
+            out.copy_(x + torch.empty(size, dtype=torch.uint8, device=x.device)[0])
+            if where == "forward":
+                raise ValueError("no")
+        else:
+            out.copy_(x)
+
+    request = a_request(device, forward)
+    torch.npu.synchronize()
+    torch.npu.empty_cache()
+    before = torch.npu.memory_reserved()
+    simulator.arm("aclmdlRIExecuteAsync:1")
+    with pytest.raises(CaptureError) as caught:
+        platform.capture(request)
+    simulator.arm()
+    torch.npu.empty_cache()
+    assert torch.npu.memory_reserved() < before + size
+    assert caught.value.__traceback__ is not None
+
+
+def test_a_failure_at_every_call_of_a_release_costs_nothing(platform: Platform) -> None:
+    tower = twins("toy", platform, self_check="off")
+
+    def captured() -> list[CapturedGraph]:
+        assert not tower.graphs.capture().dropped
+        tower.graphs.run(REQUEST)
+        torch.npu.synchronize()
+        return [entry.graph for entry in tower.graphs._graphs.entries.values()]
+
+    graphs = captured()
+    calls = calls_of(lambda: platform.release(graphs))
+    assert "aclmdlRIDestroy" in calls, calls
+    for name, count in calls.items():
+        for nth in places(count):
+            graphs = captured()
+            simulator.arm(f"{name}:{nth}")
+            platform.release(graphs)
+            simulator.arm()
+            serves(tower, 1)
+    captured()
+    tower.graphs.clear()
+    assert recording._kept == []
 
 
 def torch_option(name: str) -> bytes:
@@ -474,6 +556,20 @@ def test_release_is_safe_twice_and_after_the_graph_is_gone(
     platform.release([graph])
     platform.release([graph])
     assert graph.handle is None
+
+
+def test_a_release_gives_the_memory_of_its_graphs_back(
+    platform: Platform, device: torch.device
+) -> None:
+    size = 2**26
+
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x + torch.empty(size, dtype=torch.uint8, device=x.device)[0])
+
+    graph = platform.capture(a_request(device, forward))
+    taken = torch.npu.memory_reserved()
+    platform.release([graph])
+    assert torch.npu.memory_reserved() <= taken - size
 
 
 @pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graphhal.discovery import bind
-from graphhal.errors import CaptureError
+from graphhal.errors import CaptureError, ReplayError
 from graphhal.npu import acl_errors, plugin, recording
 from graphhal.npu.task_update import lane_of
 from graphhal.platform import CapturedGraph, HostUpdate, Platform
@@ -167,6 +167,7 @@ def test_a_capture_that_hangs_is_given_up_after_a_bounded_wait(
         out.copy_(x)
 
     runs: list[torch.Tensor] = []
+    served = platform.capture(a_request(device, lambda x, out: out.copy_(x)))
 
     def counted(x: torch.Tensor, out: torch.Tensor) -> None:
         runs.append(out.copy_(x))
@@ -177,12 +178,42 @@ def test_a_capture_that_hangs_is_given_up_after_a_bounded_wait(
     for refused in (lambda: platform.capture(good), lambda: platform.profile_memory([good])):
         with pytest.raises(CaptureError, match=REFUSED):
             refused()
+    with (
+        pytest.raises(ReplayError, match=REFUSED),
+        platform.step("replay", served, served.request.inputs, served.request.boundaries),
+    ):
+        runs.append(served.request.output)
+    with (
+        pytest.raises(CaptureError, match=REFUSED),
+        platform.step("reference", None, good.inputs, {}),
+    ):
+        runs.append(good.output)
     assert runs == []
     torch.npu.current_stream().synchronize()
     flags.go_on()
     graph = platform.capture(good)
     assert recording._kept == []
-    platform.release([graph])
+    platform.release([graph, served])
+    assert trace.hazards() == []
+
+
+@pytest.mark.parametrize("asked", ["capture", "profile"])
+def test_work_of_the_caller_that_hangs_is_waited_for_no_longer(
+    platform: Platform,
+    device: torch.device,
+    flags: Flags,
+    trace: "simulator.Trace",
+    asked: str,
+) -> None:
+    request = a_request(device, lambda x, out: out.copy_(x))
+    ask = platform.capture if asked == "capture" else lambda each: platform.profile_memory([each])
+    torch.npu.synchronize()
+    with torch.npu.stream(a_stream()):
+        flags.wait()
+        with pytest.raises(CaptureError, match=GIVEN_UP):
+            ask(request)
+    flags.go_on()
+    platform.release([platform.capture(request)])
     assert trace.hazards() == []
 
 
@@ -197,7 +228,10 @@ def a_replay_that_hangs(platform: Platform, device: torch.device, flags: Flags) 
     request = a_request(device, forward)
     graph = platform.capture(request)
     update = HostUpdate(request.boundaries, torch.zeros_like(request.packed).cpu())
-    with platform.step("replay", graph, request.inputs, update.boundaries):
+    with (
+        torch.npu.stream(a_stream()),
+        platform.step("replay", graph, request.inputs, update.boundaries),
+    ):
         platform.update_boundaries(graph, update)
         platform.replay(graph)
     return graph
@@ -216,6 +250,19 @@ def test_a_graph_that_hangs_when_it_is_released_is_kept_until_it_ends(
     assert recording._kept == []
     platform.release([later])
     assert trace.hazards() == []
+
+
+def test_what_a_graph_writes_that_hangs_when_it_is_released_is_nobody_elses(
+    platform: Platform, device: torch.device, flags: Flags
+) -> None:
+    graph = a_replay_that_hangs(platform, device, flags)
+    platform.release([graph])
+    del graph
+    gc.collect()
+    ours = [torch.full((8, 2), 7.0, device=device) for _ in range(200)]
+    torch.npu.current_stream().synchronize()
+    flags.go_on()
+    assert all(bool((each.cpu() == 7).all()) for each in ours)
 
 
 def test_a_capture_does_not_wait_for_a_replay_that_hangs(

@@ -123,6 +123,24 @@ def test_the_request_path_waits_for_nothing_on_the_host(
         assert [line for line in on_host if line.startswith("exec")] == []
 
 
+@pytest.mark.parametrize("tokens", [(2, 3), (30,)], ids=["replayed", "eager"])
+def test_a_request_comes_after_its_callers_work_and_before_what_the_caller_does_next(
+    tower: Twins, schedule: str, tokens: tuple[int, ...]
+) -> None:
+    """Pixels that are still computed when they are handed in, and overwritten right after."""
+    expected, pixels = tower.expected(images_on_host(*tokens)), images(*tokens)["pixels"]
+    for stream in [torch.npu.current_stream(), *(torch.npu.Stream() for _ in range(4))]:
+        late = torch.zeros_like(pixels)
+        torch.npu.synchronize()
+        with torch.npu.stream(stream):
+            late.copy_(pixels)
+            outputs = tower.graphs.run({**images_on_host(*tokens), "pixels": late})
+            late.zero_()
+            doubled = [output * 2 for output in outputs]
+        torch.npu.synchronize()
+        assert_equal([each / 2 for each in doubled], expected, torch.float32)
+
+
 def test_no_stream_and_no_event_is_made_on_the_request_path(
     tower: Twins, trace: "simulator.Trace"
 ) -> None:

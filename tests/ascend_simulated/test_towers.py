@@ -212,10 +212,16 @@ def test_a_released_ladder_gives_its_memory_back(platform: Platform) -> None:
 
 
 def test_a_profile_keeps_nothing_and_foretells_the_capture(platform: Platform) -> None:
-    tower = twins("toy", platform)
+    tower, size = twins("toy", platform), 2**26
+    held = torch.empty(size, dtype=torch.uint8, device="npu:0")
+    torch.empty(2 * size, dtype=torch.uint8, device="npu:0")
     torch.npu.empty_cache()
     free = torch.npu.mem_get_info()[0]
     profile = tower.graphs.profile_memory()
+    assert profile.transient_bytes < size
+    del held
+    torch.npu.empty_cache()
+    free += size
     torch.npu.synchronize()
     torch.npu.empty_cache()
     # torch_npu does not give back the word of an external event, 32 bytes.
@@ -346,7 +352,8 @@ def test_a_tower_lives_on_another_device_than_the_current_one(processes: Process
                 outputs = tower.graphs.run(request)
                 assert outputs[0].device == torch.device("npu:1"), outputs[0].device
                 assert_equal(outputs, tower.expected(request), torch.float32)
-        tower.graphs.profile_memory()
+        profile = tower.graphs.profile_memory()
+        assert profile.settled_bytes >= sum(profile.per_graph.values()) > 0
         tower.graphs.clear()
         assert torch.npu.current_device() == 0
         print(torch.npu.memory_reserved(0), sum(tower.graphs.stats()["hits"].values()))
