@@ -103,7 +103,8 @@ class EncoderAdapter(ABC):
     def forward(
         self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]
     ) -> torch.Tensor | Sequence[torch.Tensor]:
-        """The encoder: eager and captured alike.
+        """The encoder: eager and captured alike. Tensors that it keeps between calls belong on
+        `modules`, where they live as long as the graphs that read them.
 
         Args:
             inputs: static buffers by name (graph) or fresh tensors of the exact size (eager).
