@@ -150,6 +150,10 @@ class EncoderGraphs:
             try:
                 with _start_up_mode(self.adapter.device):
                     self._capture(ladder, progress)
+                    if self._moved_meanwhile():
+                        log.info("%s: its modules changed; captured again", self.adapter.name)
+                        self._graphs.close()
+                        self._capture(ladder, progress)
             except BaseException:
                 self.clear()  # half a ladder, unchecked, must not serve
                 raise
@@ -335,6 +339,12 @@ class EncoderGraphs:
         if not isinstance(modules, Iterable):
             raise wrong_answer(adapter, "modules", "a tuple of modules", modules)
         return WeightWatch(modules, adapter.places(), attributes=not adapter.whole_model)
+
+    def _moved_meanwhile(self) -> bool:
+        """Whether a forward replaced weights or buffers while the ladder was captured, as tables of
+        positions that grow: no graph would serve."""
+        moved = bool(self._graphs.entries) and self._watch is not None and self._watch.moved()
+        return any(self.peers.exchange("weights moved meanwhile", moved))
 
     def _decides(self, ladder: Sequence[Capacity]) -> dict[str, Any]:
         """What becomes of a group depends on its sizes and on these; ranks compare them."""

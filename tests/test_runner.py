@@ -945,6 +945,38 @@ def test_a_list_of_specs_that_holds_others_later_is_looked_at_again(platform):
         assert_equals_eager(graphs, asked)
 
 
+class Growing(ToyEncoder):
+    """Its tower keeps a buffer as long as the longest group yet, or makes it anew always."""
+
+    anew = False
+
+    def forward(self, inputs, max_seqlen):
+        rows = len(inputs["pixels"])
+        if self.anew or len(getattr(self.tower, "table", ())) < rows:
+            self.tower.register_buffer("table", torch.ones(rows))
+        return super().forward(inputs, max_seqlen)
+
+
+def test_a_table_that_grows_while_a_ladder_is_captured_costs_no_graph(platform, caplog):
+    caplog.set_level("INFO")
+    graphs = serve(platform, Growing())
+    assert_equals_eager(graphs, images(3, 2))
+    assert graphs.stats()["hits"] == {"image": 2}
+    assert caplog.text.count("captured again") == 1
+    graphs.capture()
+    assert caplog.text.count("captured again") == 1
+    assert_equals_eager(graphs, images(3, 2))
+    assert misses(graphs) == {}
+
+
+def test_a_table_that_is_always_made_anew_ends_the_captures(platform):
+    graphs = EncoderGraphs(Growing(), platform, Settings(self_check="off"))
+    graphs.adapter.anew = True
+    graphs.capture()
+    assert_equals_eager(graphs, images(3))
+    assert misses(graphs) == {MissReason.WEIGHTS_MOVED: 1}
+
+
 # Boundaries ----------------------------------------------------------------------------------
 
 
