@@ -42,8 +42,10 @@ class Recording:
             self.keep()
 
     def keep(self) -> None:
-        """Hold the graph until the device is done with it."""
-        _kept.append((self.graph, self.updates))
+        """Hold the graph until the device is done with it. Safe twice."""
+        pair = (self.graph, self.updates)
+        if pair not in _kept:
+            _kept.append(pair)
 
     def __del__(self) -> None:
         """Dropped without a release, maybe while the device runs it."""
