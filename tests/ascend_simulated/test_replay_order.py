@@ -141,6 +141,27 @@ def test_a_request_comes_after_its_callers_work_and_before_what_the_caller_does_
         assert_equal([each / 2 for each in doubled], expected, torch.float32)
 
 
+def test_an_output_that_one_caller_lets_go_of_is_not_where_anothers_is_written(
+    tower: Twins, schedule: str
+) -> None:
+    """It is memory of its caller's stream, which has not read it yet."""
+    expected, request, other = tower.expected(images_on_host(2, 3)), images(2, 3), images(3, 2)
+    mine, theirs, blocker = torch.npu.Stream(), torch.npu.Stream(), torch.npu.ExternalEvent()
+    torch.npu.synchronize()
+    with torch.npu.stream(mine):
+        outputs = tower.graphs.run(request)
+        blocker.wait(mine)
+        doubled = [output * 2 for output in outputs]
+        del outputs
+    with torch.npu.stream(theirs):
+        kept = tower.graphs.run(other)
+        theirs.synchronize()
+    blocker.record(theirs)
+    torch.npu.synchronize()
+    assert len(kept) == 2
+    assert_equal([each / 2 for each in doubled], expected, torch.float32)
+
+
 def test_no_stream_and_no_event_is_made_on_the_request_path(
     tower: Twins, trace: "simulator.Trace"
 ) -> None:
