@@ -370,13 +370,47 @@ def test_plan_says_what_a_workload_needs(tmp_path: Path) -> None:
         run("plan", *SMALL, "--trace", trace, "--tower", VISION, "--tower", AUDIO, "--json")
     )["towers"]
     assert [graph["key"] for graph in vision["graphs"]] == ["qwen3_omni_vision/image[16]"]
-    assert vision["token_budgets"] == [16]
+    assert vision["options"] == {"token_budgets": [16]}
     assert vision["coverage"]["hits"] == 5
     assert vision["coverage"]["misses"] == {"more rows than the largest graph": 1}
     assert vision["coverage"]["padding_waste"] == pytest.approx(0.25)
     assert vision["bytes"] > 0
-    assert audio["audio_chunks"] == [2]
+    assert audio["options"] == {"audio_chunks": [2]}
+    assert audio["options_ask_for"] == 1
     assert audio["coverage"]["hit_rate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tower", "modality", "counts", "options", "asked_for", "line"),
+    [
+        ("siglip", "image", [1, 3], {"max_items": 3}, 3, "MAX_ITEMS=3 asks for 3 graphs, these"),
+        ("covo_audio", "audio", [1], {"token_budgets": [188]}, 1, "TOKEN_BUDGETS=188\n"),
+        (AUDIO, "audio", [2], {"audio_chunks": [2]}, 1, "AUDIO_CHUNKS=2\n"),
+    ],
+)
+def test_plan_names_an_option_that_the_tower_heeds(
+    tmp_path: Path,
+    tower: str,
+    modality: str,
+    counts: list[int],
+    options: dict[str, Any],
+    asked_for: int,
+    line: str,
+) -> None:
+    tokens = {"siglip": 196, "covo_audio": 188, AUDIO: 13}[tower]
+    groups = [{"items": [{"modality": modality, "tokens": tokens}] * count} for count in counts]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"schema": 1, "groups": groups}))
+    asked = ["plan", "--platform", "cpu", "--trace", trace, "--tower", tower]
+    (found,) = output_json(run(*asked, "--json"))["towers"]
+    assert found["options"] == options
+    assert found["options_ask_for"] == asked_for
+    assert f"GRAPHHAL_{line}" in run(*asked).stdout
+    name, value = next(iter(options.items()))
+    given = ",".join(map(str, value)) if isinstance(value, list) else value
+    again = output_json(run(*asked, "--set", f"{name}={given}", "--json"))["towers"][0]
+    assert again["ladder"] == asked_for
+    assert [each["key"] for each in again["graphs"]] == [each["key"] for each in found["graphs"]]
 
 
 def test_plan_runs_eagerly_what_the_tower_refuses(tmp_path: Path) -> None:
@@ -484,7 +518,8 @@ def test_the_short_ladder_of_the_reference_platform_gives_way(
     options: list[str], sizes: list[int]
 ) -> None:
     found = output_json(run("plan", "--platform", "cpu", *options, "--tower", VISION, "--json"))
-    assert found["towers"][0]["token_budgets"] == sizes
+    keys = {graph["key"] for graph in found["towers"][0]["graphs"]}
+    assert {int(key.split("[")[1].split("]")[0].split(",")[0]) for key in keys} == set(sizes)
 
 
 def test_a_missing_trace_is_told(tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def check(
     seed: towers.SeedOption = 0,
     json: towers.JsonOption = False,
 ) -> None:
-    """Capture every graph with the full self-check, and compare each with eager once more."""
+    """Capture every graph with the full self-check, and compare each with eager once more.
+
+    Every worst case is replayed: policy, exact_only and self_check are set here.
+    """
     options = towers.parse_options(None, option) | ALL_CASES
     opened, settings = towers.open_with(platform, options)
     from graphhal.runner import EncoderGraphs

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from graphhal.adapter import AdapterFactory, EncoderAdapter
     from graphhal.bench.workload import Coverage, Trace
     from graphhal.items import ItemSpec
+    from graphhal.plan import GraphKey
     from graphhal.platform import Platform
     from graphhal.settings import Settings
 
@@ -132,12 +133,30 @@ def _plan_tower(
                 for graph in report.captured
             ],
             "dropped": report.as_dict()["dropped"],
-            "token_budgets": sorted({key.size for key in captured if key.path != "audio"}),
-            "audio_chunks": sorted({key.size for key in captured if key.path == "audio"}),
+            **_options(adapter, settings, captured if served is not None else ()),
             "coverage": None if served is None else _as_dict(served),
         }
     finally:
         graphs.clear()
+
+
+def _options(
+    adapter: EncoderAdapter, settings: Settings, keys: Sequence[GraphKey]
+) -> dict[str, Any]:
+    """The options under which the tower's ladder has these graphs and fewest others, and how many
+    graphs they ask for: what an option means is the adapter's to say."""
+    sizes = sorted({key.size for key in keys})
+    trials: list[dict[str, Any]] = [{}]
+    if sizes:
+        trials += [{"token_budgets": sizes}, {"audio_chunks": sizes}, {"max_items": sizes[-1]}]
+    found = []
+    for options in trials:
+        tried = settings.model_copy(update=options)
+        ladder = {capacity.key for capacity in adapter.capacities(tried)}
+        if ladder.issuperset(keys):
+            found.append((len(ladder), options))
+    asked_for, options = min(found, key=lambda each: (each[0], len(each[1])))
+    return {"options": options, "options_ask_for": asked_for}
 
 
 def _as_dict(coverage: Coverage) -> dict[str, Any]:
@@ -180,6 +199,8 @@ def _show(found: dict[str, Any]) -> None:
     )
     for reason, count in served["misses"].items():
         screen.say(f"  {count} eager: {reason}")
-    for name in ("token_budgets", "audio_chunks"):
-        if found[name]:
-            screen.say(f"  GRAPHHAL_{name.upper()}={','.join(map(str, found[name]))}")
+    asked_for = found["options_ask_for"]
+    beside = "" if asked_for == len(rows) else f" asks for {asked_for} graphs, these among them"
+    for name, value in found["options"].items():
+        listed = ",".join(map(str, value)) if isinstance(value, list) else value
+        screen.say(f"  GRAPHHAL_{name.upper()}={listed}{beside}")
