@@ -89,16 +89,19 @@ class GroupPlans:
             AdapterError: the specs describe no group that could be served.
         """
         plan = self._of_same_items.get(id(items))
-        if plan is None or plan.items is not items:
-            plan = self._of_equal_sizes(items)
-        if plan.refusals and not self._holds(plan):
-            self._forget(plan)
-            plan = self._keep(self._made(plan.items, plan.key))
+        if plan is not None and plan.items is items:
+            key = plan.key
         else:
-            self._kept.move_to_end(plan.key)
-        return plan
+            key, plan = self._of_equal_sizes(items)
+        if plan is not None:
+            if self._holds(plan):
+                self._kept.move_to_end(key)
+                return plan
+            self._forget(plan)
+        return self._keep(self._made(tuple(items), key))  # a list may hold others tomorrow
 
-    def _of_equal_sizes(self, items: tuple[ItemSpec, ...]) -> GroupPlan:
+    def _of_equal_sizes(self, items: tuple[ItemSpec, ...]) -> tuple[Hashable, GroupPlan | None]:
+        """The sizes of the items, and the plan that is kept for them."""
         try:
             key = tuple(
                 [(i.modality, i.signature, i.frames, i.row_offset, i.rows, i.tokens) for i in items]
@@ -111,12 +114,13 @@ class GroupPlans:
             raise AdapterError(
                 f"{self._adapter.name}: signatures of items must be hashable: {error}"
             ) from error
-        if plan is not None:
-            # Equal signatures promise equal sequences, and a wrong one would show in no other way.
-            if [item.sequences for item in plan.items] == [item.sequences for item in items]:
-                return plan
+        # Equal signatures promise equal sequences, and a wrong one would show in no other way.
+        if plan is not None and not all(
+            kept.sequences == item.sequences for kept, item in zip(plan.items, items, strict=True)
+        ):
             self._forget(plan)
-        return self._keep(self._made(tuple(items), key))  # a list may hold others tomorrow
+            plan = None
+        return key, plan
 
     def _holds(self, plan: GroupPlan) -> bool:
         return all(self._adapter.refusal(part) == said for part, said in plan.refusals)

@@ -932,6 +932,34 @@ def test_specs_that_come_again_are_planned_without_a_look_at_them(monkeypatch):
     assert looked == []
 
 
+def test_equal_signatures_of_other_sequences_are_not_mixed_up(platform):
+    class Coarse(ToyEncoder):
+        def item_specs(self, mm_kwargs):
+            (item,) = super().item_specs(mm_kwargs)
+            cut = mm_kwargs.get("cut")
+            sequences = dict.fromkeys(self.sets, cut) if cut else item.sequences
+            return (replace(item, sequences=sequences),)
+
+    graphs = serve(platform, Coarse())
+    for cut in (None, (4, 4), None, (4, 4)):
+        assert_equals_eager(graphs, {**images(4), "cut": cut})
+    assert graphs.stats()["hits"] == {"image": 4}
+
+
+def test_the_plan_used_longest_ago_is_dropped_first(monkeypatch):
+    graphs = serve(plain_platform())
+    monkeypatch.setattr(group_plans, "PREPARED_GROUPS", 2)
+    for tokens in (1, 2, 1, 3):
+        graphs.run(images(tokens))
+    made = []
+    make = graphs._plans._made
+    monkeypatch.setattr(graphs._plans, "_made", lambda *args: made.append(args) or make(*args))
+    graphs.run(images(1))
+    assert made == []
+    graphs.run(images(2))
+    assert len(made) == 1
+
+
 def test_a_list_of_specs_that_holds_others_later_is_looked_at_again(platform):
     class Listing(ToyEncoder):
         kept: ClassVar[list] = []
