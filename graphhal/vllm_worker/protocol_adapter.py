@@ -402,7 +402,9 @@ class ProtocolAdapter(EncoderAdapter):
         captured = self._buffers.behind(inputs)
         values = {name: value for name, value in inputs.items() if name != MARKER}
         output = self.dialect.forward(self.model, values | captured.constants, self.path_name)
-        return _exactly(output, captured.budget * self._examples.rows_per_token())
+        tokens = captured.budget * self._examples.rows_per_token()
+        captured.made = min(len(output), tokens)
+        return _exactly(output, tokens)
 
     def _eager_forward(self) -> torch.Tensor:
         if self._request is None:

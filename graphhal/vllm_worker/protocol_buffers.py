@@ -68,6 +68,17 @@ class ProtocolBuffers:
             self._known[key] = self._captured(key.size, axes)
         return self._known[key]
 
+    def rows_of(self, key: GraphKey) -> int:
+        """Rows that the model makes of its dummy inputs for a graph: fewer than its budget where
+        that is no multiple of an item's; the budget before the graph's first forward."""
+        known = self._known.get(key)
+        return key.size if known is None else known.made or key.size
+
+    def dummies_of(self, rows: int, axes: tuple[Hashable, ...]) -> dict[str, torch.Tensor | None]:
+        """The model's dummy inputs of which it makes so many rows."""
+        budgets = (known.budget for known in self._known.values() if known.made == rows)
+        return self.dummies(next(budgets, rows), axes)
+
     def behind(self, inputs: Mapping[str, torch.Tensor]) -> Captured:
         """Of the graph whose static inputs these are."""
         number = len(inputs[MARKER])

@@ -80,14 +80,14 @@ class ProtocolExamples:
         devices = [] if self._device.type == "cpu" else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type):
             torch.manual_seed(seed)
-            values = self._buffers.dummies(items[0].rows, signature_of(items[0]).axes)
+            values = self._buffers.dummies_of(items[0].rows, signature_of(items[0]).axes)
         return {CAPTURE_INPUTS: tuple(items), CAPTURE_VALUES: values}
 
     def groups(self, capacity: Capacity) -> Iterator[tuple[int, ...]]:
         """Tokens of the items: full, one short of full, many small ones; else one full alone."""
         budget, most = capacity.rows, capacity.items
         if self.grids() is None:
-            yield (budget,)
+            yield (self._buffers.rows_of(capacity.key),)
             return
         yield grid_requests.pictures_of(budget, most)
         if budget > 1:

@@ -44,6 +44,7 @@ class Captured:
         specs: static inputs, by name.
         constants: host tensors, baked into the graph.
         ends: the padding of each boundary buffer.
+        made: rows that its forward makes, at most the budget; 0 before the first.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Captured:
     specs: dict[str, BufferSpec]
     constants: dict[str, torch.Tensor]
     ends: dict[str, Padding] = field(default_factory=dict)
+    made: int = 0
 
 
 def copies(

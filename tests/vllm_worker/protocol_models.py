@@ -30,6 +30,8 @@ def config(**changes: Any) -> Any:
 class Base(torch.nn.Module):
     """Images of 4 rows of 8 numbers, each row one token of width 6."""
 
+    rows = 4
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -48,7 +50,7 @@ class Base(torch.nn.Module):
         return (4, 32)
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
-        return [spec(4, 4) for _ in mm_kwargs["pixel_values"]]
+        return [spec(self.rows, self.rows) for _ in mm_kwargs["pixel_values"]]
 
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
@@ -65,8 +67,8 @@ class Base(torch.nn.Module):
         path: str = "default",
         axis_keys: Any = None,
     ) -> Any:
-        images = max(1, token_budget // 4)
-        return types.SimpleNamespace(values={"pixel_values": torch.randn(images, 4, 8)})
+        images = max(1, token_budget // self.rows)
+        return types.SimpleNamespace(values={"pixel_values": torch.randn(images, self.rows, 8)})
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,
@@ -103,6 +105,18 @@ class Base(torch.nn.Module):
 
     def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
         return list(self.tower(mm_kwargs["pixel_values"]))
+
+
+class FewItems(Base):
+    """Whose dummy inputs are as many pictures as a graph takes, as Step3-VL's."""
+
+    rows = 5
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, token_budget: int, max_batch_size: int, *rest: Any, **more: Any
+    ) -> Any:
+        images = min(max_batch_size, token_budget // self.rows)
+        return types.SimpleNamespace(values={"pixel_values": torch.randn(images, self.rows, 8)})
 
 
 class TwoPaths(Base):

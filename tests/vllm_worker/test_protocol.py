@@ -86,6 +86,31 @@ def test_padding_logic_of_the_model_is_used(engine: Any) -> None:
         assert equal(served.execute(group), model.embed_multimodal(**group))
 
 
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("Base", {}),
+        ("FewItems", {}),
+        ("PaddedPositions", {"positions": torch.arange(8).view(2, 4)}),
+        ("CaptureAxes", {"scales": [1, 2]}),
+    ],
+)
+def test_budgets_that_are_no_multiple_of_an_item_have_graphs(
+    engine: Any, name: str, beside: dict[str, Any]
+) -> None:
+    """As 1000 for Gemma 3's and InternVL's 256 tokens: of the rest of a budget the model's dummy
+    inputs make no rows, and a larger graph makes those of a picture of zeros."""
+    import protocol_models
+
+    model = getattr(protocol_models, name)()
+    engine.additional_config["graphhal"]["token_budgets"] = [6, 11, 32, 73, 128]
+    engine.compilation_config.encoder_cudagraph_max_vision_items_per_batch = 13
+    served = executor_for(engine, model)
+    assert served.stats()["dropped"] == []
+    group = {"pixel_values": torch.randn(2, model.rows, 8)} | beside
+    assert equal(served.execute(group), model.embed_multimodal(**group))
+
+
 def test_every_combination_of_capture_axes_has_its_graph(engine: Any) -> None:
     from protocol_models import CaptureAxes
 
