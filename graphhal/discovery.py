@@ -31,6 +31,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SLOW_SECONDS = 20.0
 """A plugin that takes longer to load or to probe is named while it is waited for."""
 _HALF_IMPORTED = "PyTorch cannot be imported, for the reason that a platform before this one has"
+_FACTORY_METHODS = ("wrap", "build", "load")
 _DEVICE_HOOKS = ("capture", "replay", "update_boundaries", "profile_memory", "release", "step")
 
 
@@ -102,9 +103,11 @@ def open_platform(name: str | None = None, settings: Settings | None = None) -> 
 
 
 def find_adapters(settings: Settings | None = None) -> "list[AdapterFactory]":
-    """The adapters that installed plugins add; a broken plugin is reported and skipped."""
+    """The adapters that installed plugins add, graphhal's own first, so that nobody takes the name
+    of one or its place; a broken plugin is reported and skipped."""
     factories: dict[str, AdapterFactory] = {}
-    for found in _load(ADAPTER_GROUP, settings or Settings()):
+    plugins = _load(ADAPTER_GROUP, settings or Settings())
+    for found in sorted(plugins, key=lambda plugin: plugin.distribution != OWN_DISTRIBUTION):
         if found.plugin is None:
             log.warning("adapters of plugin %s are left out: %s", found.name, found.status)
             continue
@@ -114,8 +117,15 @@ def find_adapters(settings: Settings | None = None) -> "list[AdapterFactory]":
             for factory in _offered(manager):
                 _add(factory, found.name, factories)
         except (Exception, SystemExit) as error:  # a third party's code: report it
-            log.warning("adapters of plugin %s are left out: %s", found.name, error, exc_info=True)
+            log.warning(
+                "adapters of plugin %s are left out: %s", found.name, _told(error), exc_info=True
+            )
     return list(factories.values())
+
+
+def _told(error: BaseException) -> str:
+    """A third party's error for one line: `3` or `x` alone would say nothing."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _offered(manager: pluggy.PluginManager) -> "Sequence[AdapterFactory]":
@@ -133,6 +143,10 @@ def _add(factory: Any, plugin: str, factories: "dict[str, AdapterFactory]") -> N
         problem = "a name is a word"
     elif not isinstance(modality, str):
         problem = f"a modality is a word, 'image' or 'audio', not {modality!r}"
+    elif isinstance(factory, type):
+        problem = "it is a class; return an object of it"
+    elif lacking := [each for each in _FACTORY_METHODS if not callable(getattr(factory, each, 0))]:
+        problem = f"it has no method {lacking[0]}"
     elif name in factories:
         problem = "the name is taken"
     if problem is None:
@@ -220,8 +234,8 @@ def _load(group: str, settings: Settings) -> Iterator[FoundPlugin]:
             if group == PLATFORM_GROUP:
                 _bind_hooks(plugin, name)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a third party's code: report it)
-            log.warning("plugin %s (%s %s) is skipped: %s", name, *origin, error)
-            yield FoundPlugin(name, *origin, f"{type(error).__name__}: {error}")
+            log.warning("plugin %s (%s %s) is skipped: %s", name, *origin, _told(error))
+            yield FoundPlugin(name, *origin, _told(error))
             continue
         yield FoundPlugin(name, *origin, "loaded", plugin)
 
@@ -291,7 +305,7 @@ def _probe(found: FoundPlugin) -> FoundPlugin:
     except (Exception, SystemExit) as error:  # a third party's code: report it and go on
         log.warning("probing plugin %s failed", found.name, exc_info=True)
         because = "" if error.__cause__ is None else f" ({error.__cause__})"
-        status = Unavailable(f"its probe failed with {type(error).__name__}: {error}{because}")
+        status = Unavailable(f"its probe failed with {_told(error)}{because}")
     if isinstance(status, PlatformInfo) and status.name != found.name:
         status = f"it calls itself {status.name!r}; an entry point carries the platform's name"
     elif not isinstance(status, PlatformInfo | Unavailable):

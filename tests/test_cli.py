@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import graphhal
+from graphhal import discovery
 from graphhal.bench import measure, workload
 from graphhal.cli import screen
 from graphhal.cli.app import app, main
@@ -81,6 +83,18 @@ def test_platforms_table_names_the_active_one(monkeypatch: pytest.MonkeyPatch) -
     result = run("platforms")
     assert result.exit_code == 0
     assert "active: cpu" in result.stdout
+
+
+def test_a_plugin_that_is_called_like_the_active_one_is_not_active(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRAPHHAL_PLATFORM", "cpu")
+    other = discovery.FoundPlugin("cpu", "vendor", "1.0", "another plugin is already called cpu")
+    module = sys.modules["graphhal.cli.platforms"]
+    monkeypatch.setattr(module, "find_plugins", lambda _: [*discovery.find_plugins(), other])
+    found = output_json(run("platforms", "--json"))
+    assert [p["distribution"] for p in found["platforms"] if p["active"]] == ["graphhal"]
+    assert run("platforms").stdout.count("│ active │") == 1
 
 
 def test_tables_go_nowhere_where_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,7 +594,7 @@ def test_towers_that_cannot_be_loaded_are_told(
     monkeypatch.setenv("GRAPHHAL_PLUGINS", "nosuch")
     result = run(command, "--platform", "cpu")
     assert result.exit_code == 1
-    left_out = "warning: adapters of plugin builtin are left out: No module named 'transformers'\n"
+    left_out = "warning: adapters of plugin builtin are left out: ModuleNotFoundError: No mod"
     assert left_out in result.stderr
     assert "warning: GRAPHHAL_PLUGINS names nosuch, which is not installed" in result.stderr
     assert "error: no tower is installed; graphhal's own come with graphhal[bench]" in result.stderr

@@ -423,6 +423,16 @@ class Factory:
         self.name = name
         self.modality = "image" if name != "four" else None
 
+    def wrap(self, module): ...
+    def build(self, preset, device, dtype, seed=0): ...
+    def load(self, adapter, files): ...
+
+class Unable(Factory):
+    build = None
+
+class Unmade(Factory):
+    name, modality = "seven", "image"
+
 @hookimpl
 def graphhal_adapters():
     {body}
@@ -441,6 +451,7 @@ def test_adapters_of_broken_plugins_are_left_out(no_own_platforms, caplog):
         "h": ADAPTERS.format(body="return [Factory(None)]"),
         "i": ADAPTERS.format(body="raise SystemExit(3)"),
         "j": ADAPTERS.format(body="return [Factory('four')]"),
+        "k": ADAPTERS.format(body="return [Unable('six'), Unmade]"),
     }
     no_own_platforms.install("vendor", sources, group="graphhal.adapters")
     assert [factory.name for factory in find_adapters()] == ["one", "two", "five", "three"]
@@ -450,7 +461,20 @@ def test_adapters_of_broken_plugins_are_left_out(no_own_platforms, caplog):
     assert "of plugin d is left out: a name is a word" in caplog.text
     assert "adapter four of plugin j is left out: a modality is a word" in caplog.text
     assert "adapter two of plugin f is left out: the name is taken" in caplog.text
+    assert "adapter six of plugin k is left out: it has no method build" in caplog.text
+    assert "adapter seven of plugin k is left out: it is a class; return an obj" in caplog.text
+    assert "adapters of plugin i are left out: SystemExit: 3" in caplog.text
+    assert "plugin e (vendor 1.2.3) is skipped: ModuleNotFoundError: No module" in caplog.text
     assert [f.name for f in find_adapters(Settings(block_plugins="a,d"))] == ["two", "three"]
+
+
+def test_nobody_takes_the_name_or_the_place_of_an_own_adapter(site):
+    own = ADAPTERS.format(body="return [Factory('one'), Factory('two')]")
+    site.install("graphhal", {"own": own}, group="graphhal.adapters")
+    other = ADAPTERS.format(body="return [Factory('three'), Factory('two')]")
+    site.install("vendor", {"a": other}, group="graphhal.adapters")
+    found = [(type(each).__module__[-2:], each.name) for each in find_adapters()]
+    assert found == [("_1", "one"), ("_1", "two"), ("_2", "three")]
 
 
 # Binding -------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def _row(plugin: FoundPlugin, active: str | None) -> tuple[str | Text, ...]:
     versions = (
         ", ".join(f"{name} {version}" for name, version in info.versions.items()) if info else ""
     )
-    mark = Text("active", style="bold green") if plugin.name == active else ""
+    mark = Text("active", style="bold green") if _is_active(plugin, active) else ""
     return (
         Text(plugin.name, style="bold"),
         mark,
@@ -54,13 +54,18 @@ def _row(plugin: FoundPlugin, active: str | None) -> tuple[str | Text, ...]:
     )
 
 
+def _is_active(plugin: FoundPlugin, active: str | None) -> bool:
+    """Another plugin may be called alike; it was not loaded."""
+    return plugin.usable and plugin.name == active
+
+
 def _as_dict(plugin: FoundPlugin, active: str | None) -> dict[str, Any]:
     data: dict[str, Any] = {
         "name": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
         "usable": plugin.usable,
-        "active": plugin.name == active,
+        "active": _is_active(plugin, active),
         "status": plugin.describe(),
     }
     if isinstance(plugin.status, PlatformInfo):
