@@ -29,7 +29,6 @@ def measure(adapter: EncoderAdapter, execution: Execution, graphs: GraphSet) -> 
     replays: dict[Hashable, tuple[Timing, ...]] = {}
     eager: dict[str, dict[int, tuple[Timing, ...]]] = {}
     paths: dict[str, list[Entry]] = {}
-    device = adapter.device
     for entry in sorted(graphs.entries.values(), key=lambda e: e.capacity.rows):
         paths.setdefault(entry.capacity.key.path, []).append(entry)
     for path, entries in paths.items():
@@ -40,7 +39,8 @@ def measure(adapter: EncoderAdapter, execution: Execution, graphs: GraphSet) -> 
                     entry.capacity,
                     items,
                     _replay_call(adapter, execution, graphs, entry, items),
-                    device,
+                    graphs,
+                    entry,
                 )
                 for items in cases
             )
@@ -52,7 +52,8 @@ def measure(adapter: EncoderAdapter, execution: Execution, graphs: GraphSet) -> 
                         Capacity.of(items, entry.capacity.key),
                         items,
                         _eager_call(adapter, execution, items),
-                        device,
+                        graphs,
+                        entry,
                     )
                     for items in cases
                     if abs(sum(item.rows for item in items) - rows) <= rows * ALIKE
@@ -77,15 +78,18 @@ def _timing(
     capacity: Capacity,
     items: Sequence[ItemSpec],
     call: Callable[[], None],
-    device: torch.device,
+    graphs: GraphSet,
+    entry: Entry,
 ) -> Timing:
-    times = []
+    request, times = entry.graph.request, []
     for _ in range(1 + REPEATS):
-        synchronize(device)
-        started = perf_counter()
-        call()
-        synchronize(device)
-        times.append((perf_counter() - started) * 1e3)
+        # A wait for the device would end another thread's capture: a platform's step keeps it off.
+        with graphs.reference_step(request.inputs):
+            synchronize(request.device)
+            started = perf_counter()
+            call()
+            synchronize(request.device)
+            times.append((perf_counter() - started) * 1e3)
     return Timing(capacity.attention_work(items), median(times[1:]))
 
 

@@ -153,12 +153,13 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
     A graph that the device does not finish is kept until it does rather than freed under it.
     """
     lanes = set()
-    for graph in graphs:
-        recording, graph.handle = graph.handle, None
-        if recording is not None:
-            recording.free(f"{graph.key}: release")
-            recording.lane.hold(graph.request)
-            lanes.add(recording.lane)
-    if lanes and not any(lane.hangs for lane in lanes):  # giving memory back waits for the device
-        with suppress(RuntimeError):
-            npu.empty_cache()
+    with TASK_UPDATE:  # what waits for the device would end another thread's capture
+        for graph in graphs:
+            recording, graph.handle = graph.handle, None
+            if recording is not None:
+                recording.free(f"{graph.key}: release")
+                recording.lane.hold(graph.request)
+                lanes.add(recording.lane)
+        if lanes and not any(lane.hangs for lane in lanes):
+            with suppress(RuntimeError):
+                npu.empty_cache()

@@ -12,7 +12,7 @@ from graphhal.errors import CaptureError, ResourceExhaustedError
 from graphhal.npu.capture_state import put_back
 from graphhal.npu.graph import capture, release
 from graphhal.npu.pool import settled_bytes
-from graphhal.npu.task_update import lane_of
+from graphhal.npu.task_update import TASK_UPDATE, lane_of
 from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile
 
 WHAT = "memory profile"
@@ -26,6 +26,11 @@ def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
     Raises:
         CaptureError: the device hangs, so that nothing can be measured.
     """
+    with TASK_UPDATE:  # nobody else captures between what is read before and after
+        return _profile(requests)
+
+
+def _profile(requests: Sequence[CaptureRequest]) -> MemoryProfile:
     captured: list[CapturedGraph] = []
     pool: Any = None
     given = (request.device.index for request in requests if request.device.index is not None)

@@ -20,6 +20,7 @@ from graphhal.npu.task_update import TASK_UPDATE
 from graphhal.platform import HostUpdate, Platform
 from graphhal.settings import Settings
 from tests.ascend_simulated import simulator
+from tests.ascend_simulated.direct_request import a_request
 from tests.ascend_simulated.encoders import (
     Twins,
     assert_equal,
@@ -377,6 +378,58 @@ def test_graphs_are_captured_anew_and_released_while_others_encode(
             thread.join()
     assert failures == []
     assert trace.hazards() == []
+
+
+def test_a_release_by_another_thread_waits_until_a_capture_is_over(
+    platform: Platform, device: torch.device, trace: "simulator.Trace"
+) -> None:
+    """Giving memory back waits for the device, which ends any capture that runs."""
+    there = platform.capture(a_request(device, lambda x, out: out.copy_(x)))
+    other = threading.Thread(target=platform.release, args=([there],))
+
+    def forward(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+        if torch.npu.is_current_stream_capturing():
+            other.start()
+            other.join(0.3)
+
+    graph = platform.capture(a_request(device, forward))
+    other.join()
+    assert there.handle is None
+    platform.release([graph])
+    assert trace.hazards() == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "asked"),
+    [
+        (torch.npu, "reset_peak_memory_stats", "profile"),
+        (torch.accelerator, "synchronize", "costs"),
+    ],
+)
+def test_nobody_captures_while_the_device_is_measured(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, asked: str
+) -> None:
+    """Measuring waits for the device, and what others take meanwhile would count."""
+    tower = twins("toy", platform, self_check="off", policy="measured")
+    usual, seen = getattr(owner, call), set()
+
+    def look() -> None:
+        free = TASK_UPDATE.acquire(timeout=0)
+        if free:
+            TASK_UPDATE.release()
+        seen.add("free" if free else "held")
+
+    def watched(*arguments: Any) -> None:
+        usual(*arguments)
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(owner, call, watched)
+    tower.graphs.profile_memory() if asked == "profile" else tower.graphs.capture()
+    assert seen == {"held"}
+    tower.graphs.clear()
 
 
 def test_updates_of_others_that_hold_the_lock_do_no_harm(
