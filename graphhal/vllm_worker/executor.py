@@ -177,6 +177,7 @@ class EncoderGraphExecutor:
         self._misses: dict[tuple[str, str], int] = {}
         self._served: list[ServedEncoder] = []
         self._refused: dict[str, str] = {}
+        self._said: set[str] = set()
         self.refusal = (
             refusal
             if platform is None
@@ -340,6 +341,18 @@ class EncoderGraphExecutor:
                 raise
             log.debug("%s: %s", served.encoder.name, error)
             self._count(mm_kwargs, "inputs that the adapter does not know")
+            return None
+        except Exception as error:
+            if not served.is_alone:
+                raise  # the other ranks encode: an eager call here would leave them waiting
+            # The runner's own call is other code, and an exception would end the whole engine.
+            what = f"{served.encoder.name} fails with {type(error).__name__}"
+            log.log(
+                logging.DEBUG if what in self._said else logging.ERROR,
+                "graphhal: %s, such groups run eagerly: %s", what, error, exc_info=True,
+            )  # fmt: skip
+            self._said.add(what)
+            self._count(mm_kwargs, "graphhal's own code failed")
             return None
 
     def _find(self, mm_kwargs: Mapping[str, Any]) -> ServedEncoder | None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from graphhal.vllm_worker.vllms_log import warn_once
+
 log = logging.getLogger(__name__)
 
 PUBLISH_SECONDS = 2.0
@@ -192,11 +194,16 @@ class Reporter:
         self._news = True
         if self._thread is None or not self._thread.is_alive():  # a fork has no threads
             self._stop = threading.Event()
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_publish, args=(weakref.ref(self), self._stop), daemon=True,
                 name="graphhal-metrics",
             )  # fmt: skip
-            self._thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread left: serve all the same
+                warn_once(log, "graphhal: counters are published late", str(error))
+                return
+            self._thread = thread
 
     def publish(self) -> bool:
         """Publish where something new happened or a line is due; False once the source is gone."""

@@ -19,7 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class ServedEncoder:
-    """One encoder of the model and its graphs, by path."""
+    """One encoder of the model and its graphs, by path.
+
+    Attributes:
+        encoder: as given.
+        graphs: by path.
+    """
 
     def __init__(
         self, encoder: Encoder, platform: Platform, settings: Settings, peers: Peers, group: Any
@@ -34,6 +39,11 @@ class ServedEncoder:
             if group is None
             else {path: DataParallelEncoder(g, group) for path, g in self.graphs.items()}
         )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank decides, or encodes, with this one."""
+        return self._shared is None and all(g.peers.size == 1 for g in self.graphs.values())
 
     def encode(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """By replay; None where any item must run eagerly. Over several ranks always encodes."""
@@ -66,8 +76,7 @@ class ServedEncoder:
         try:
             joined = self._combined(combine, made, mm_kwargs)
         except Exception as error:  # the model's own code: eager is another part of it
-            several = any(graphs.peers.size > 1 for graphs in self.graphs.values())
-            if several and isinstance(error, torch.OutOfMemoryError):
+            if not self.is_alone and isinstance(error, torch.OutOfMemoryError):
                 raise  # of this rank alone: the others have replayed
             log.debug("%s: its paths cannot be put together", self.encoder.name, exc_info=True)
             statistics.count_misses(items[most], MissReason.REFUSED)

@@ -283,6 +283,8 @@ def test_one_request_must_still_fit(card_of_80_gib: Any) -> None:
     room = 20 * 1024 * MIB - (80 * 1024 * MIB - int(80 * 1024 * MIB * 0.9))
     request = room - 100 * MIB
     vllm_config = config({"a": layer(request // 2), "b": layer(request - request // 2)})
+    unknown = types.SimpleNamespace(get_kv_cache_spec=lambda vllm_config: {}["size"])
+    vllm_config.compilation_config.static_forward_context["c"] = unknown
     assert memory.request_bytes(vllm_config) == request
     assert memory.limit_bytes(vllm_config, Model(), Settings(), card_of_80_gib) == 100 * MIB
     vllm_config = config({"a": layer(2 * room)})

@@ -1,10 +1,12 @@
 """What an operator sees: counters across processes, lines that fire, a JSON file."""
 
 import json
+import logging
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +207,26 @@ def test_a_failed_publication_is_tried_again(
     reporter.touch()
     wait_until(lambda: len(turns) == 3)
     assert "could not be published" in caplog.text
+
+
+def test_a_system_without_threads_still_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    source = Source()
+    reporter = metrics.Reporter("M", 0, None, source.stats)
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        full.setattr(threading.Thread, "start", no_thread)
+        reporter.touch()
+        reporter.touch()
+    assert [record.getMessage() for record in caplog.records] == [
+        "graphhal: counters are published late: can't start new thread"
+    ]
+    reporter.touch()
+    assert reporter._thread is not None
+    reporter.stop()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -450,6 +450,40 @@ def test_a_rank_that_alone_is_out_of_memory_does_not_encode_alone(
         served.execute(group)
 
 
+@pytest.mark.parametrize("step", ["item_specs", "stager"])
+def test_a_fault_of_ours_costs_the_replay_and_not_the_engine(
+    engine: Any, step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside ranks that replay it has to end the request: they would wait for this one."""
+    import vllm_on_cpu as on_cpu
+    from protocol_models import Base
+
+    from graphhal.peers import Peers
+
+    class Two(Peers):
+        size = 2
+
+    def fault(*args: Any) -> Any:
+        raise ZeroDivisionError("a fault of ours")
+
+    served = executor_for(engine, Base())
+    (graphs,) = served._graphs()
+    group = {"pixel_values": torch.randn(2, 4, 8)}
+    with monkeypatch.context() as broken, on_cpu.log_of("graphhal.vllm_worker.executor", caplog):
+        broken.setattr(type(graphs.adapter), step, fault)
+        assert served.execute(group) is None
+        assert served.execute(group) is None
+        graphs.peers = Two()
+        with pytest.raises(ZeroDivisionError):
+            served.execute(group)
+    graphs.peers = Peers()
+    assert served.execute(group) is not None
+    assert served.stats()["hits"] == {"image": 2}
+    assert served.stats()["misses"] == {"image": {"graphhal's own code failed": 4}}
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "in fault" in caplog.text
+
+
 @pytest.mark.parametrize("tokens", [[2**30], [4, -3], []])
 def test_an_item_that_no_graph_may_take_runs_in_the_models_own_code(
     engine: Any, tokens: list[int]
