@@ -21,7 +21,7 @@ from graphhal.errors import ReplayError
 from graphhal.npu.acl_errors import capture_error
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
-from graphhal.npu.lane import Lane
+from graphhal.npu.lane import Lane, is_captured
 from graphhal.npu.pool import poison, settled_bytes
 from graphhal.npu.recording import Recording, discard, free_finished
 from graphhal.npu.step_scope import eager_scope, replay_scope
@@ -38,9 +38,9 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     """
     what = f"{request.key}: capture"
     with TASK_UPDATE:
-        free_finished()
         lane = lane_of(request.device)
         lane.refuse(what)
+        free_finished()
         try:
             with direct_launches(), put_back(lane), capture_options(), npu.stream(lane.replay):
                 return _capture(request, lane, what)
@@ -150,16 +150,21 @@ def step(
 def release(graphs: Sequence[CapturedGraph]) -> None:
     """Destroy graphs. Safe twice, safe after the device is gone.
 
-    A graph that the device does not finish is kept until it does rather than freed under it.
+    A graph that the device does not finish is kept until it does rather than freed under it; so is
+    one that is released within a capture of the caller's, which a wait for the device would end.
     """
     lanes = set()
-    with TASK_UPDATE:  # what waits for the device would end another thread's capture
+    with TASK_UPDATE:  # as it would another thread's
         for graph in graphs:
             recording, graph.handle = graph.handle, None
-            if recording is not None:
-                recording.free(f"{graph.key}: release")
-                recording.lane.hold(graph.request)
-                lanes.add(recording.lane)
+            if recording is None:
+                continue
+            if is_captured(recording.lane.index):
+                recording.keep()
+                continue
+            recording.free(f"{graph.key}: release")
+            recording.lane.hold(graph.request)
+            lanes.add(recording.lane)
         if lanes and not any(lane.hangs for lane in lanes):
             with suppress(RuntimeError):
                 npu.empty_cache()

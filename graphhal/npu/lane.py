@@ -13,6 +13,16 @@ HANGS = (
 )
 
 
+CAPTURED = "another capture runs on the current stream, and this would end it; ask outside of it"
+
+
+def is_captured(index: int) -> bool:
+    """Whether somebody captures the current stream of this device."""
+    with npu.device(index):
+        captured: bool = npu.is_current_stream_capturing()
+    return captured
+
+
 class Lane:
     """The two streams of a device on which all graphs of this process are captured and run.
 
@@ -54,13 +64,15 @@ class Lane:
         return self._given_up is not None
 
     def refuse(self, what: str) -> None:
-        """Keep work away from a lane that hangs.
+        """Keep work away from a lane that hangs, and waits away from a capture of the caller's.
 
         Raises:
-            CaptureError: it hangs.
+            CaptureError: it hangs, or the current stream is captured.
         """
         if self.hangs:
             raise CaptureError(f"{what}: {HANGS}")
+        if is_captured(self.index):
+            raise CaptureError(f"{what}: {CAPTURED}")
 
     def hold(self, *things: object) -> None:
         """Keep what the lane may still read or write, until it is through; only while it hangs."""

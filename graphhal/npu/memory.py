@@ -24,7 +24,7 @@ def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
     """Settled and transient bytes of capturing these requests in this order; keeps nothing.
 
     Raises:
-        CaptureError: the device hangs, so that nothing can be measured.
+        CaptureError: the device hangs, or the caller is captured: nothing can be measured.
     """
     with TASK_UPDATE:  # nobody else captures between what is read before and after
         return _profile(requests)
@@ -36,6 +36,7 @@ def _profile(requests: Sequence[CaptureRequest]) -> MemoryProfile:
     given = (request.device.index for request in requests if request.device.index is not None)
     index = next(given, npu.current_device())
     lane = lane_of(torch.device("npu", index))
+    lane.refuse(WHAT)
     with put_back(lane):
         lane.settle(WHAT)
     before = settled_bytes(index)

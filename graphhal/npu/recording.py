@@ -9,7 +9,7 @@ from typing import Any
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import CaptureError
-from graphhal.npu.lane import Lane
+from graphhal.npu.lane import Lane, is_captured
 from graphhal.npu.task_update import TaskUpdates
 
 log = logging.getLogger(__name__)
@@ -48,9 +48,10 @@ class Recording:
             _kept.append(pair)
 
     def __del__(self) -> None:
-        """Dropped without a release, maybe while the device runs it."""
-        if not sys.is_finalizing() and not self.updates.is_done():
-            self.keep()
+        """Dropped without a release, maybe while the device runs it, or within a capture."""
+        if sys.is_finalizing() or (self.updates.is_done() and not is_captured(self.lane.index)):
+            return
+        self.keep()
 
 
 def free_finished() -> None:

@@ -11,7 +11,7 @@ from graphhal.errors import CaptureError, GraphhalError, ReplayError
 from graphhal.npu.acl_errors import capture_error, is_runtime_error, replay_error
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import direct_launches
-from graphhal.npu.lane import HANGS, Lane
+from graphhal.npu.lane import CAPTURED, HANGS, Lane, is_captured
 from graphhal.npu.task_update import TASK_UPDATE, lane_of
 from graphhal.platform import StepKind
 
@@ -133,19 +133,22 @@ class StepOnCurrentStream:
 
 def replay_scope(lane: Lane, what: str, serving: Serving) -> StepOnLane | None:
     """Scope of a replay; None within an outer capture."""
-    return None if _is_captured(lane.index) else StepOnLane(lane, serving, "replay", what)
+    return None if is_captured(lane.index) else StepOnLane(lane, serving, "replay", what)
 
 
 def eager_scope(serving: Serving, is_reference: bool) -> StepOnLane | StepOnCurrentStream:
     """Scope of an eager call, on the device that its inputs are on.
 
     Raises:
-        CaptureError: a reference, and the device is out of streams.
+        CaptureError: a reference, and the device is out of streams, or the current stream is
+            captured.
     """
     device = next((tensor.device for tensor in serving.inputs.values()), None)
     if device is None or device.index is None:
         device = torch.device("npu", npu.current_device())
-    if _is_captured(device.index):
+    if is_captured(device.index):
+        if is_reference:
+            raise CaptureError(f"{REFERENCE}: {CAPTURED}")
         return StepOnCurrentStream(device, serving)
     try:
         lane = lane_of(device)
@@ -154,10 +157,3 @@ def eager_scope(serving: Serving, is_reference: bool) -> StepOnLane | StepOnCurr
             raise capture_error(error, REFERENCE) from error
         return StepOnCurrentStream(device, serving)
     return StepOnLane(lane, serving, "reference" if is_reference else "eager", REFERENCE)
-
-
-def _is_captured(index: int) -> bool:
-    """Whether somebody captures the current stream of this device."""
-    with npu.device(index):
-        captured: bool = npu.is_current_stream_capturing()
-    return captured

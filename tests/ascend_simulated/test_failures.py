@@ -333,6 +333,61 @@ def test_what_a_graph_cannot_hold_is_named_and_leaves_the_process_as_it_was(
     platform.release([graph])
 
 
+def _run_with_moved_weights(tower: Twins, request: dict[str, Any]) -> None:
+    module = next(iter(tower.graphs.adapter.modules()))
+    module.embed.weight = torch.nn.Parameter(module.embed.weight.detach().clone())
+    tower.graphs.run(request)
+    assert not tower.graphs.keys()
+
+
+def a_graph(tower: Twins) -> CapturedGraph:
+    return next(iter(tower.graphs._graphs.entries.values())).graph
+
+
+WITHIN: dict[str, Callable[[Twins, dict[str, Any]], Any]] = {
+    "capture": lambda tower, _: tower.graphs.capture().dropped[0].reason,
+    "profile": lambda tower, _: tower.graphs.profile_memory(),
+    "capture of one": lambda tower, _: tower.graphs.platform.capture(a_graph(tower).request),
+    "profile of one": lambda tower, _: tower.graphs.platform.profile_memory(
+        [a_graph(tower).request]
+    ),
+    "release": lambda tower, _: tower.graphs.clear(),
+    "last reference": lambda tower, _: tower.graphs._graphs.entries.clear(),
+    "moved weights": _run_with_moved_weights,
+}
+
+
+@pytest.mark.parametrize("asked", WITHIN)
+def test_what_is_asked_within_a_capture_of_the_callers_leaves_that_capture_alone(
+    platform: Platform, device: torch.device, asked: str
+) -> None:
+    tower = twins("toy", platform, self_check="off")
+    assert not tower.graphs.capture().dropped
+    x, outer, said = torch.zeros(4, device=device), torch.npu.NPUGraph(), None
+    request = {**REQUEST, "pixels": REQUEST["pixels"].npu()}
+    torch.npu.synchronize()
+    with torch.npu.graph(outer):
+        y = x + 1
+        try:
+            said = WITHIN[asked](tower, request)
+        except CaptureError as error:
+            said = str(error)
+        y = y * 2
+    if "capture" in asked or "profile" in asked:
+        assert "another capture runs on the current stream" in said
+    else:
+        assert said is None
+        assert recording._kept != []
+    x.fill_(3)
+    outer.replay()
+    torch.npu.synchronize()
+    assert y.tolist() == [8.0] * 4
+    assert not tower.graphs.capture().dropped
+    assert recording._kept == []
+    serves(tower)
+    tower.graphs.clear()
+
+
 @pytest.mark.parametrize("collects", [True, False])
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_garbage_is_collected_while_a_graph_is_captured(
