@@ -63,6 +63,13 @@ def _watch_registrations() -> None:
     register_module_module_registration_hook(_note)
 
 
+def registrations() -> int:
+    """Rises with every parameter, buffer and submodule that any module of this process gets, from
+    the first call on."""
+    _watch_registrations()
+    return _registered
+
+
 def _changes() -> int:
     """Rises with every registration and every new hook in this process."""
     return _registered + RemovableHandle.next_id

@@ -4,9 +4,12 @@ import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+
+from graphhal.weights import registrations
 
 AXIS_KEYS = "encoder_cudagraph_axis_keys"
 """Where a model leaves its resolved capture axes among the selected kwargs (0.30 on)."""
@@ -29,7 +32,15 @@ class PathRule:
 
 
 class Dialect:
-    """How the installed vLLM spells the protocol; read from the model's own signatures."""
+    """How the installed vLLM spells the protocol of one model; read from the model's signatures.
+
+    Args:
+        model: unwrapped.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._may_spread: tuple[int, list[Any]] | None = None
 
     def paths(self, config: Any) -> dict[str, PathRule]:
         """The model's paths, by name."""
@@ -57,15 +68,14 @@ class Dialect:
         return int(getattr(spec, f"{path}_output_tokens", 0))
 
     def select(
-        self, model: Any, mm_kwargs: Mapping[str, Any], positions: list[int]
+        self, mm_kwargs: Mapping[str, Any], positions: list[int]
     ) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
         """The kwargs of some items, and their capture axes."""
-        selected = dict(model.select_encoder_cudagraph_items(dict(mm_kwargs), positions))
+        selected = dict(self._model.select_encoder_cudagraph_items(dict(mm_kwargs), positions))
         return selected, tuple(selected.pop(AXIS_KEYS, ()))
 
     def capture_inputs(
         self,
-        model: Any,
         budget: int,
         items: int,
         frames: int,
@@ -75,37 +85,36 @@ class Dialect:
         axes: tuple[Hashable, ...],
     ) -> dict[str, torch.Tensor | None]:
         """The model's dummy inputs for one graph."""
-        prepare = model.prepare_encoder_cudagraph_capture_inputs
+        prepare = self._model.prepare_encoder_cudagraph_capture_inputs
         extra = (axes,) if "axis_keys" in inspect.signature(prepare).parameters else ()
         values: dict[str, torch.Tensor | None] = prepare(
             budget, items, frames, device, dtype, path, *extra
         ).values
         return dict(values)
 
-    def forward(self, model: Any, values: dict[str, torch.Tensor], path: str) -> torch.Tensor:
+    def forward(self, values: dict[str, torch.Tensor], path: str) -> torch.Tensor:
         """(rows, width): what a graph of one of the model's paths computes."""
-        with _alone(model):
-            output: torch.Tensor = model.encoder_cudagraph_forward(values, path=path)
+        with self._alone():
+            output: torch.Tensor = self._model.encoder_cudagraph_forward(values, path=path)
         return output.reshape(-1, output.shape[-1])
 
-    def eager(self, model: Any, mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
+    def eager(self, mm_kwargs: Mapping[str, Any], path: str) -> torch.Tensor:
         """(tokens, width): the model's own output for one of its paths; some models of 0.26 know
         no path."""
         rest = {} if path == "default" else {"path": path}
-        with _alone(model):
-            output = model.encoder_eager_forward(dict(mm_kwargs), **rest)
+        with self._alone():
+            output = self._model.encoder_eager_forward(dict(mm_kwargs), **rest)
         return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
 
-    def scatters_only(self, model: Any) -> bool:
-        """Whether a model's items are consecutive rows of its output: the protocol's default."""
+    def scatters_only(self) -> bool:
+        """Whether the model's items are consecutive rows of its output: the protocol's default."""
         from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 
-        own = getattr(type(model), "postprocess_encoder_output", None)
+        own = getattr(type(self._model), "postprocess_encoder_output", None)
         return own is SupportsEncoderCudaGraph.postprocess_encoder_output
 
     def postprocess(
         self,
-        model: Any,
         outputs: Mapping[str, torch.Tensor],
         tokens: Sequence[int],
         mm_kwargs: Mapping[str, Any],
@@ -113,28 +122,52 @@ class Dialect:
         """One tensor per item, by the model's own postprocessing of what its paths made."""
         found: dict[int, torch.Tensor] = {}
         indices = list(range(len(tokens)))
-        first = next(iter(inspect.signature(model.postprocess_encoder_output).parameters))
-        if first == "outputs":
-            model.postprocess_encoder_output(
-                dict(outputs),
-                indices,
-                list(tokens),
-                found,
-                clone=False,
-                batch_mm_kwargs=dict(mm_kwargs),
-            )
-        else:
-            whole = outputs.get("default", outputs.get("global"))
-            model.postprocess_encoder_output(
-                whole,
-                indices,
-                list(tokens),
-                found,
-                clone=False,
-                batch_mm_kwargs=dict(mm_kwargs),
-                local_output=outputs.get("local"),
-            )
+        local: dict[str, torch.Tensor | None] = {}
+        of_paths: Any = dict(outputs)
+        if not self._takes_every_path:
+            of_paths = outputs.get("default", outputs.get("global"))
+            local["local_output"] = outputs.get("local")
+        self._model.postprocess_encoder_output(
+            of_paths,
+            indices,
+            list(tokens),
+            found,
+            clone=False,
+            batch_mm_kwargs=dict(mm_kwargs),
+            **local,
+        )
         return [found[index] for index in indices]
+
+    @cached_property
+    def _takes_every_path(self) -> bool:
+        """Whether the model's postprocessing takes the paths' outputs by name (0.27 on)."""
+        parameters = inspect.signature(self._model.postprocess_encoder_output).parameters
+        return next(iter(parameters)) == "outputs"
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Without spreading over ranks, which the others would not come to: each encodes its share
+        by itself. The model spreads items (Kimi K2.5, StepVL), or its tower does (InternVL,
+        MiniCPM-V); whoever may has whole weights."""
+        spread = [m for m in self._who_may_spread() if m.use_data_parallel is True]
+        for module in spread:
+            module.use_data_parallel = False
+        try:
+            yield
+        finally:
+            for module in spread:
+                module.use_data_parallel = True
+
+    def _who_may_spread(self) -> list[Any]:
+        """The model and modules of its towers that can; looked for again where any module of the
+        process got another one, since a walk takes a millisecond."""
+        now = registrations()
+        if self._may_spread is None or self._may_spread[0] != now:
+            towers = tower_modules(self._model)
+            parts = dict.fromkeys(module for tower in towers for module in tower.modules())
+            able = [m for m in (self._model, *parts) if hasattr(m, "use_data_parallel")]
+            self._may_spread = now, able
+        return self._may_spread[1]
 
 
 def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:
@@ -148,19 +181,3 @@ def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:
     if not found and isinstance(model, torch.nn.Module):
         found = [model]
     return tuple(dict.fromkeys(found))
-
-
-@contextmanager
-def _alone(model: Any) -> Iterator[None]:
-    """Without spreading over ranks, which the others would not come to: each encodes its share by
-    itself. The model spreads items (Kimi K2.5, StepVL), or its tower does (InternVL, MiniCPM-V);
-    whoever may has whole weights."""
-    parts = dict.fromkeys(m for tower in tower_modules(model) for m in tower.modules())
-    spread = [m for m in (model, *parts) if getattr(m, "use_data_parallel", False) is True]
-    for module in spread:
-        module.use_data_parallel = False
-    try:
-        yield
-    finally:
-        for module in spread:
-            module.use_data_parallel = True

@@ -206,7 +206,7 @@ class ProtocolAdapter(EncoderAdapter):
         if not self._has_axes:
             return ()
         count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
-        axes = self.dialect.select(self.model, mm_kwargs, list(range(count)))[1]
+        axes = self.dialect.select(mm_kwargs, list(range(count)))[1]
         return (OUTGROWN,) if outgrows(mm_kwargs, axes) else axes
 
     def _item(
@@ -380,7 +380,7 @@ class ProtocolAdapter(EncoderAdapter):
         if not self._has_axes and are_all(items):
             return mm_kwargs
         positions = [signature_of(item).place[0] for item in items]
-        subset, axes = self.dialect.select(self.model, mm_kwargs, positions)
+        subset, axes = self.dialect.select(mm_kwargs, positions)
         expected = signature_of(items[0]).axes
         if for_graph and axes != expected:
             raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
@@ -401,7 +401,7 @@ class ProtocolAdapter(EncoderAdapter):
             return self._eager_forward()
         captured = self._buffers.behind(inputs)
         values = {name: value for name, value in inputs.items() if name != MARKER}
-        output = self.dialect.forward(self.model, values | captured.constants, self.path_name)
+        output = self.dialect.forward(values | captured.constants, self.path_name)
         tokens = captured.budget * self._examples.rows_per_token()
         captured.made = min(len(output), tokens)
         return _exactly(output, tokens)
@@ -413,7 +413,7 @@ class ProtocolAdapter(EncoderAdapter):
         if CAPTURE_INPUTS in mm_kwargs:
             own = _copied(mm_kwargs[CAPTURE_VALUES])
             values = {name: value for name, value in own.items() if value is not None}
-            output = self.dialect.forward(self.model, values, self.path_name)
+            output = self.dialect.forward(values, self.path_name)
             return _exactly(output, items[0].tokens)
         return self._own_eager(self._subset(mm_kwargs, items, for_graph=False))
 
@@ -421,7 +421,7 @@ class ProtocolAdapter(EncoderAdapter):
         own = _copied(subset)  # the request is asked for again
         if self._examples.rows_per_token() > 1:
             return self._examples.unpadded(own)
-        return self.dialect.eager(self.model, own, self.path_name)
+        return self.dialect.eager(own, self.path_name)
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
         """Pictures of a grid, where the model takes such; else the model's own dummy inputs."""

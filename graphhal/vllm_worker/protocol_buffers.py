@@ -59,7 +59,7 @@ class ProtocolBuffers:
         """The model's own capture inputs for a budget."""
         items, frames = self.limits.items_for(budget), self.limits.frames_for(budget)
         return self.dialect.capture_inputs(
-            self.model, budget, items, frames, self.device, self._dtype, self.path, axes
+            budget, items, frames, self.device, self._dtype, self.path, axes
         )
 
     def of(self, key: GraphKey, axes: tuple[Hashable, ...]) -> Captured:

@@ -39,7 +39,7 @@ class ProtocolExamples:
         self._limits, self._device = buffers.limits, buffers.device
         self._buffers = buffers
         self._budgets = budgets
-        self._scatters_only = self._dialect.scatters_only(self._model)
+        self._scatters_only = self._dialect.scatters_only()
         self._sought = not writes
         self._grids: grid_requests.PictureRequests | None = None
         self._host_values: Mapping[str, torch.Tensor] = {}
@@ -107,7 +107,7 @@ class ProtocolExamples:
         values = {name: value for name, value in prepared.values.items() if value is not None}
         for name, value in self._host_values.items():  # what a model bakes it may not prepare again
             values.setdefault(name, safe_bound(name, value, values))
-        return self._dialect.forward(self._model, values, self._path)
+        return self._dialect.forward(values, self._path)
 
     def _merging(
         self, grids: grid_requests.PictureRequests, tokens: int
@@ -118,8 +118,8 @@ class ProtocolExamples:
         try:
             with torch.no_grad():
                 rows = self.unpadded(request)
-                made = self._dialect.postprocess(self._model, {"default": rows}, [tokens], request)
-                eager = self._dialect.eager(self._model, request, self._path)
+                made = self._dialect.postprocess({"default": rows}, [tokens], request)
+                eager = self._dialect.eager(request, self._path)
             wrong = Difference.between(made[0], eager).exceeds(TOLERANCE.get(rows.dtype, 2e-2))
         except Exception:  # the model's own code: without an answer, nothing is known of it
             log.debug("%s: no rows of a token", type(self._model).__name__, exc_info=True)

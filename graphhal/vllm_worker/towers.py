@@ -180,7 +180,7 @@ def _protocol_encoder(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Encoder:
-    dialect = Dialect()
+    dialect = Dialect(model)
     paths = dialect.paths(model.get_encoder_cudagraph_config())
     adapters = {
         path: ProtocolAdapter(model, dialect, path, rule, limits, settings, device, dtype)
@@ -190,9 +190,9 @@ def _protocol_encoder(
     def combine(
         outputs: Mapping[str, torch.Tensor], tokens: Sequence[int], mm_kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
-        return dialect.postprocess(model, outputs, tokens, mm_kwargs)
+        return dialect.postprocess(outputs, tokens, mm_kwargs)
 
-    plain = len(paths) == 1 and dialect.scatters_only(model)
+    plain = len(paths) == 1 and dialect.scatters_only()
     return Encoder(type(model).__name__, modalities, adapters, combine=None if plain else combine)
 
 

@@ -197,7 +197,9 @@ def test_a_ranks_share_of_several_paths_is_its_own(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "tower"])
-def test_a_rank_encodes_its_share_without_the_others(engine: Any, where: str) -> None:
+def test_a_rank_encodes_its_share_without_the_others(
+    engine: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kimi K2.5's eager code gathers from all ranks, StepVL's and the towers of InternVL, MiniCPM-V
     and Step3-VL in graphs as well, where ours asks one of them alone."""
     from protocol_models import Base
@@ -210,6 +212,11 @@ def test_a_rank_encodes_its_share_without_the_others(engine: Any, where: str) ->
             assert not model.use_data_parallel, "the other ranks do not come"
             return super().forward(pixels)
 
+    from graphhal.vllm_worker import protocol
+
+    found: list[Any] = []
+    walk = protocol.tower_modules
+    monkeypatch.setattr(protocol, "tower_modules", lambda m: found.append(m) or walk(m))
     model = Base()
     model.tower = Spreads(8, 6)
     model.use_data_parallel = where == "model"  # type: ignore[assignment]
@@ -220,9 +227,17 @@ def test_a_rank_encodes_its_share_without_the_others(engine: Any, where: str) ->
     )  # fmt: skip
     group = {"pixel_values": torch.randn(9, 4, 8)}
     eager = graphs.run(group)
+    found.clear()
+    graphs.run(group)
+    assert found == []  # it takes a millisecond: not for each request
     few = {"pixel_values": group["pixel_values"][:2]}
     replayed = served.execute(few)
     assert replayed is not None
+    weights = model.tower.state_dict()
+    model.tower = Spreads(8, 6)
+    model.tower.load_state_dict(weights)
+    assert equal(graphs.run(group), eager)
+    assert found == [model]
     model.use_data_parallel = model.tower.use_data_parallel = False  # type: ignore[assignment]
     assert equal(eager, model.embed_multimodal(**group))
     assert equal(replayed, model.embed_multimodal(**few))
@@ -635,14 +650,6 @@ def test_the_old_spelling_of_two_paths() -> None:
     old = types.SimpleNamespace(
         enable_dual_path_graph=True, global_token_per_image=272, local_token_per_patch=100
     )
-    dialect = Dialect()
-    paths = dialect.paths(old)
-    assert (paths["global"].minimum, paths["local"].minimum) == (272, 100)
-    assert dialect.axes(old) == ()
-    spec = types.SimpleNamespace(
-        output_tokens=372, global_output_tokens=272, local_output_tokens=100
-    )
-    assert dialect.path_tokens(spec, "local") == 100
 
     class Old:
         def postprocess_encoder_output(
@@ -651,4 +658,12 @@ def test_the_old_spelling_of_two_paths() -> None:
         ) -> None:  # fmt: skip
             dest[0] = (output, local_output)
 
-    assert dialect.postprocess(Old(), {"global": 1, "local": 2}, [372], {}) == [(1, 2)]  # type: ignore[dict-item]
+    dialect = Dialect(Old())
+    paths = dialect.paths(old)
+    assert (paths["global"].minimum, paths["local"].minimum) == (272, 100)
+    assert dialect.axes(old) == ()
+    spec = types.SimpleNamespace(
+        output_tokens=372, global_output_tokens=272, local_output_tokens=100
+    )
+    assert dialect.path_tokens(spec, "local") == 100
+    assert dialect.postprocess({"global": 1, "local": 2}, [372], {}) == [(1, 2)]  # type: ignore[dict-item]
