@@ -14,20 +14,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeVisionEncoder,
 )
 
+from graphhal.adapters.exchanged_layers import exchange_layers
 from graphhal.adapters.transformers_attention import packed_attention_of
 
 
 def use_fewer_kernels(encoder: Qwen3OmniMoeVisionEncoder) -> None:
-    """Make the layers of `encoder` compute as the classes below, from now on.
-
-    Weights, submodules and hooks stay; a layer of another class is left alone.
-    """
-    for module in encoder.modules():
-        if type(module) is Qwen3OmniMoeVisionAttention:
-            module.__class__ = VisionAttention
-    projection = encoder.patch_embed.proj
-    if type(projection) is torch.nn.Conv3d:
-        projection.__class__ = PatchProjection
+    """Make the layers of `encoder` compute as the classes below; see `exchange_layers`."""
+    exchange_layers(encoder.modules(), {Qwen3OmniMoeVisionAttention: VisionAttention})
+    exchange_layers([encoder.patch_embed.proj], {torch.nn.Conv3d: PatchProjection})
 
 
 class PatchProjection(torch.nn.Conv3d):

@@ -59,6 +59,7 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 
+Axes = tuple[tuple[str, int], ...]
 Grid = tuple[tuple[int, ...], ...]
 
 
@@ -242,52 +243,42 @@ class Qwen3OmniVision(EncoderAdapter):
         return tuple(chain.from_iterable(ladder[name](settings) for name in self.modalities))
 
     def _image_capacities(self, settings: Settings) -> Iterator[Capacity]:
+        def graph(budget: int, items: int, axes: Axes = ()) -> Capacity:
+            bound = min(items + 1, budget), budget * self.merge_area
+            return self._capacity("image", budget, items, *bound, axes)
+
         for budget in token_budgets(settings):
-            yield self._image_capacity(budget, min(settings.max_items, budget))
+            yield graph(budget, min(settings.max_items, budget))
         if self.lone_sequence_from is not None and settings.max_items > 1:
             for budget in token_budgets(settings, LONE_LADDER_STEPS, LONE_LADDER_STEPS):
                 if budget * self.merge_area >= self.lone_sequence_from:
-                    yield self._image_capacity(budget, 1, (("items", 1),))
-
-    def _image_capacity(
-        self, budget: int, items: int, axes: tuple[tuple[str, int], ...] = ()
-    ) -> Capacity:
-        rows = budget * self.merge_area
-        bound = SequenceBound(rows=rows, slots=min(items + 1, budget), max_seqlen=rows)
-        key = GraphKey(self.name, "image", budget, axes)
-        return Capacity(
-            key, rows, budget, items, {BOUNDARIES: bound}, lone_from=self.lone_sequence_from
-        )
+                    yield graph(budget, 1, (("items", 1),))
 
     def _video_capacities(self, settings: Settings) -> Iterator[Capacity]:
         """Graphs for many frames, and for few larger ones."""
+
+        def graph(budget: int, frames: int, longest: int, axes: Axes = ()) -> Capacity:
+            padding = -(-(budget - frames) * self.merge_area // longest)
+            items = min(settings.max_items, frames)
+            return self._capacity("video", budget, items, frames + padding, longest, axes)
+
         for budget in token_budgets(settings, VIDEO_LADDER_STEPS, BUSY_VIDEO_LADDER_STEPS):
             rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
             longest = min(rows, MAX_FRAME_PATCHES)
             if frames <= LARGE_FRAMES or rows <= SMALL_FRAME_PATCHES:
-                yield self._video_capacity(settings, budget, frames, longest)
+                yield graph(budget, frames, longest)
                 continue
-            yield self._video_capacity(settings, budget, frames, SMALL_FRAME_PATCHES)
+            yield graph(budget, frames, SMALL_FRAME_PATCHES)
             if rows <= MAX_FRAME_PATCHES or settings.token_budgets is not None:
-                large = (("frames", LARGE_FRAMES),)
-                yield self._video_capacity(settings, budget, LARGE_FRAMES, longest, large)
+                yield graph(budget, LARGE_FRAMES, longest, (("frames", LARGE_FRAMES),))
 
-    def _video_capacity(
-        self,
-        settings: Settings,
-        budget: int,
-        frames: int,
-        longest: int,
-        axes: tuple[tuple[str, int], ...] = (),
+    def _capacity(
+        self, path: str, budget: int, items: int, slots: int, longest: int, axes: Axes
     ) -> Capacity:
         rows = budget * self.merge_area
-        padding = -(-(budget - frames) * self.merge_area // longest)
-        bound = SequenceBound(rows=rows, slots=frames + padding, max_seqlen=longest)
-        items = min(settings.max_items, frames)
-        key = GraphKey(self.name, "video", budget, axes)
-        return Capacity(
-            key, rows, budget, items, {BOUNDARIES: bound}, lone_from=self.lone_sequence_from
-        )
+        bounds = {BOUNDARIES: SequenceBound(rows, slots, longest)}
+        key = GraphKey(self.name, path, budget, axes)
+        return Capacity(key, rows, budget, items, bounds, self.lone_sequence_from)
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
         """Patches in the encoder's dtype; positions, interpolation and boundaries packed."""

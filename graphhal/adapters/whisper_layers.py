@@ -11,17 +11,13 @@ import torch
 from torch.nn import functional
 from transformers.models.whisper.modeling_whisper import WhisperAttention, WhisperEncoder
 
+from graphhal.adapters.exchanged_layers import exchange_layers
+
 
 def use_fewer_copies(encoder: WhisperEncoder) -> None:
-    """Make the layers of `encoder` compute as the classes below, from now on.
-
-    Weights, submodules and hooks stay; a layer of another class is left alone.
-    """
-    for module in encoder.modules():
-        if type(module) is WhisperAttention:
-            module.__class__ = EncoderAttention
-    if type(encoder.conv2) is torch.nn.Conv1d:
-        encoder.conv2.__class__ = ChannelsLastConvolution
+    """Make the layers of `encoder` compute as the classes below; see `exchange_layers`."""
+    exchange_layers(encoder.modules(), {WhisperAttention: EncoderAttention})
+    exchange_layers([encoder.conv2], {torch.nn.Conv1d: ChannelsLastConvolution})
 
 
 class ChannelsLastConvolution(torch.nn.Conv1d):
