@@ -12,12 +12,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from graphhal.vllm_worker.last_words import before_the_end
 from graphhal.vllm_worker.vllms_log import warn_once
 
 log = logging.getLogger(__name__)
 
 PUBLISH_SECONDS = 2.0
 """How far counters may lag behind; requests pay for no more than a mark."""
+LAST_WORDS_SECONDS = 0.5
+"""How long the last summary waits for one that is just being written."""
 
 
 class Prometheus:
@@ -156,6 +159,11 @@ def _free_locks() -> None:
 os.register_at_fork(after_in_child=_free_locks)
 
 
+def _last_words() -> None:
+    for reporter in list(_reporters):
+        reporter.last_words()
+
+
 class Reporter:
     """Publishes what an executor did: at start-up, every so often while serving, at the end.
 
@@ -191,6 +199,8 @@ class Reporter:
 
     def touch(self) -> None:
         """A request is served: what it counts is published soon."""
+        if not self._news:
+            before_the_end(_last_words)
         self._news = True
         if self._thread is None or not self._thread.is_alive():  # a fork has no threads
             self._stop = threading.Event()
@@ -249,14 +259,27 @@ class Reporter:
     def served(self, stats: Mapping[str, Any], final: bool = False) -> None:
         """Publish; with a line where one is due, or at the end where anything was served."""
         with self._lock:
-            self._prometheus.served(stats)
-            self._published = total = stats["graph_hits"] + stats["graph_misses"]
-            if total <= self._reported or not (final or self.due()):
-                return
-            self._next = monotonic() + self._seconds
-            self._reported = total
-            log.info("graphhal: %s: %s", self.model, line(stats))
-            self._write(stats)
+            self._say(stats, final)
+
+    def last_words(self) -> None:
+        """The summary of a process that is told to end, within the handler of that signal."""
+        source = None if self._stats is None else self._stats()
+        # The main thread itself may hold it, and goes on only when the handler has returned.
+        if source is not None and self._lock.acquire(timeout=LAST_WORDS_SECONDS):
+            try:
+                self._say(source(), final=True)
+            finally:
+                self._lock.release()
+
+    def _say(self, stats: Mapping[str, Any], final: bool) -> None:
+        self._prometheus.served(stats)
+        self._published = total = stats["graph_hits"] + stats["graph_misses"]
+        if total <= self._reported or not (final or self.due()):
+            return
+        self._next = monotonic() + self._seconds
+        self._reported = total
+        log.info("graphhal: %s: %s", self.model, line(stats))
+        self._write(stats)
 
     def _write(self, stats: Mapping[str, Any]) -> None:
         if self._file is None:
