@@ -56,6 +56,10 @@ def _free_locks() -> None:
 os.register_at_fork(after_in_child=_free_locks)
 
 
+def _by_size(capacity: Capacity) -> tuple[int, int]:
+    return capacity.rows, capacity.tokens
+
+
 @contextmanager
 def _start_up_mode(device: torch.device) -> Iterator[None]:
     """For what makes static buffers and graphs, whatever mode the host is in: buffers born in
@@ -302,21 +306,11 @@ class EncoderGraphs:
             self._plan_with_graphs()
 
     def _capture(self, ladder: Sequence[Capacity], progress: Progress | None) -> None:
-        output, problem = None, self._no_collectives()
-        if problem is None:
-            try:
-                self.adapter.forget()
-                output = self._first_output(ladder)
-                # After the first forward: it may have made what it keeps between calls.
-                self._watch = self._watch_weights()
-            except (AdapterError, CaptureError) as error:
-                problem = str(error)
-            except Exception as error:
-                log.debug("%s: first output failed", self.adapter.name, exc_info=True)
-                problem = f"an eager example failed: {type(error).__name__}: {error}"
-            problem = self.peers.first_problem("first output", problem)
-        if output is None or problem is not None:
-            reason = str(problem)
+        output, reason = None, self._no_collectives()
+        if reason is None:
+            output, reason = self._example_output(ladder)
+        if output is None or reason is not None:
+            reason = str(reason)
             self.report.dropped = [Dropped(capacity.key, reason) for capacity in ladder]
             return
         self.report = self._graphs.capture(
@@ -332,6 +326,28 @@ class EncoderGraphs:
             # Where it waits for the device, and that fails or never ends.
             with suppress(RuntimeError, CaptureError), self._graphs.reference_step({"": output}):
                 torch.accelerator.empty_cache()  # what references took is the host's again
+
+    def _example_output(self, ladder: Sequence[Capacity]) -> tuple[torch.Tensor | None, str | None]:
+        """The output of the smallest graph's example, or why there is none. Where it fails as
+        others do not, as where a graph is too small for any item, the next larger one's."""
+        first: str | None = None
+        for capacity in sorted(ladder, key=_by_size):
+            output, problem = None, None
+            try:
+                self.adapter.forget()
+                output = self._first_output([capacity])
+                # After the first forward: it may have made what it keeps between calls.
+                self._watch = self._watch_weights()
+            except (AdapterError, CaptureError) as error:
+                problem = str(error)
+            except Exception as error:
+                log.debug("%s: first output failed", self.adapter.name, exc_info=True)
+                problem = f"an eager example failed: {type(error).__name__}: {error}"
+            problem = self.peers.first_problem("first output", problem)
+            if problem is None:
+                return output, None
+            first = first or problem
+        return None, first
 
     def _watch_weights(self) -> WeightWatch:
         adapter = self.adapter
@@ -472,7 +488,7 @@ class EncoderGraphs:
         Raises:
             CaptureError: no graph has a worst case that fits.
         """
-        for capacity in sorted(ladder, key=lambda c: (c.rows, c.tokens)):
+        for capacity in sorted(ladder, key=_by_size):
             items = next(self._execution.worst_cases(capacity), None)
             if items is not None:
                 break

@@ -459,6 +459,23 @@ class Failing(ToyEncoder):
             raise ZeroDivisionError("adapter bug")
         return super().worst_cases(capacity)
 
+    def example(self, items, seed):
+        if self.failing == "below an item" and sum(item.tokens for item in items) < 5:
+            raise ZeroDivisionError("no rows")
+        return super().example(items, seed)
+
+
+def test_a_graph_too_small_for_any_item_costs_no_other():
+    """As a budget of 128 for Gemma 3, whose pictures have 256 tokens."""
+    adapter = Failing()
+    adapter.failing = "below an item"
+    graphs = EncoderGraphs(adapter, plain_platform(), Settings())
+    report = graphs.capture()
+    assert [(line.key.size, line.reason) for line in report.dropped] == [
+        (4, "ZeroDivisionError: no rows")
+    ]
+    assert {key.size for key in graphs.keys()} == {8, 16}
+
 
 def test_an_adapter_without_worst_cases_runs_eagerly_and_stops_no_start_up():
     adapter = Failing()
