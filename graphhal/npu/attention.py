@@ -122,12 +122,10 @@ def attention(
         )
     width = value.shape[2]
     padded = _padded_dim(max(query.shape[2], width))
-    tensors = [
-        torch.nn.functional.pad(tensor, (0, padded - tensor.shape[2])).contiguous()
-        for tensor in (query, key, value)
-    ]
     operator = _operator()
-    arguments = operator.arguments(tensors[0], tensors[1], tensors[2], scale)
+    arguments = operator.arguments(
+        _padded(query, padded), _padded(key, padded), _padded(value, padded), scale
+    )
     ends = bounds.actual_seq_lengths
     out: torch.Tensor
     if serving is None or serving.tasks is None or name is None:
@@ -172,6 +170,12 @@ def _operator() -> FusedAttention:
     if operator is None:
         raise UnsupportedOperationError("this torch_npu has no fused inference attention")
     return operator
+
+
+def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros behind each row, as contiguous memory; padding by nothing would still be a copy."""
+    missing = dim - tensor.shape[2]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor.contiguous()
 
 
 def _padded_dim(dim: int) -> int:

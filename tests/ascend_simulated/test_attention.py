@@ -112,6 +112,15 @@ def test_replays_follow_their_boundaries_whatever_the_heads(
     assert trace.hazards() == []
 
 
+@pytest.mark.parametrize(("heads", "copies"), [("2 2 64 64", 0), ("2 2 64 8", 2), ("2 2 40 40", 6)])
+def test_only_what_is_too_narrow_for_the_kernel_is_copied(
+    platform: Platform, device: torch.device, trace: "simulator.Trace", heads: str, copies: int
+) -> None:
+    platform.release([Tower(platform, device, heads).graph])
+    kernels = trace.matching("^capture model=.* aclnn(ConstantPad|.*Copy)")
+    assert len(kernels) == copies + len(SETS)  # and one of each layer's result
+
+
 @pytest.mark.parametrize(
     ("cu_seqlens", "ends"),
     [
