@@ -292,18 +292,22 @@ class EncoderGraphs:
     def drop(self, key: GraphKey, reason: str) -> None:
         """Stop using one graph; its inputs run in a larger one, or eagerly."""
         with self._lock:
-            self._drop(key, reason)
-            self._plan_with_graphs()
+            try:
+                self._drop(key, reason)
+            finally:  # no plan may name a graph that is gone, also after an interrupt
+                self._plan_with_graphs()
 
     def clear(self) -> None:
         """Release every graph; requests run eagerly until the next `capture`. Safe twice."""
         with self._lock:
-            self._graphs.close()
-            self._execution.forget()
-            self._watch = None
-            self._costs = None
-            self.report = CaptureReport()
-            self._plan_with_graphs()
+            try:
+                self._graphs.close()
+            finally:  # as above
+                self._execution.forget()
+                self._watch = None
+                self._costs = None
+                self.report = CaptureReport()
+                self._plan_with_graphs()
 
     def _capture(self, ladder: Sequence[Capacity], progress: Progress | None) -> None:
         output, reason = None, self._no_collectives()

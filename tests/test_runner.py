@@ -744,6 +744,24 @@ def test_an_interrupted_capture_leaves_nothing_behind():
     assert_equals_eager(graphs, images(3))
 
 
+@pytest.mark.parametrize("asked", ["clear", "capture", "drop"])
+def test_an_interrupted_release_leaves_plans_of_what_is_left(monkeypatch, asked):
+    graphs = serve(plain_platform())
+    graphs.run(images(3))
+
+    def interrupt(graphs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(graphs._graphs, "_release", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            graphs.drop(graphs.keys()[0], "no") if asked == "drop" else getattr(graphs, asked)()
+    for tokens in range(1, 17):
+        assert_equals_eager(graphs, images(tokens))
+    graphs.capture()
+    assert_equals_eager(graphs, images(3))
+
+
 def test_graphs_captured_in_inference_mode_serve_outside_of_it(platform):
     with torch.inference_mode():
         graphs = serve(platform)
