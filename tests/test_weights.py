@@ -141,6 +141,10 @@ def change_an_entry_by_name(made: Tower) -> None:
     made.scaling["default"] = 2.0
 
 
+def change_an_entry_of_a_list_by_name(made: Tower) -> None:
+    made.scaling["by_level"][0] = 2.0
+
+
 def append_a_word(made: Tower) -> None:
     made.merged.append("default")
 
@@ -165,6 +169,7 @@ REBINDINGS: list[Callable[[Tower], None]] = [
     change_an_entry,
     change_a_nested_entry,
     change_an_entry_by_name,
+    change_an_entry_of_a_list_by_name,
     append_a_word,
     shadow_a_number_of_the_class,
     patch_a_method,

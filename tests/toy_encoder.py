@@ -55,7 +55,7 @@ class Tower(nn.Module):
         self.positions = nn.Parameter(torch.empty(POSITIONS, HIDDEN))
         self.register_buffer("scale", torch.full((HIDDEN,), 1.5))
         self.shift, self.gain = torch.zeros(HIDDEN), 1.0  # beside parameters and buffers
-        self.gains, self.scaling = [1.0, [1.0]], {"default": 1.0}
+        self.gains, self.scaling = [1.0, [1.0]], {"default": 1.0, "by_level": [1.0]}
         self.merged: list[str] = []
         self.tables = (torch.ones(HIDDEN),)
         self.blocks = nn.ModuleList(Block(name) for name in sets)

@@ -29,18 +29,20 @@ def use_packed_attention(module: torch.nn.Module, attention: VarlenAttention) ->
     causal or windowed attention, dropout) raises `AdapterError` when it is called.
 
     The choice lives in the module's own copies of its configurations, so that several towers, on
-    several platforms, can live in one process.
+    several platforms, can live in one process. A module that has it already stays as it is: graphs
+    of another adapter may read it.
 
     Args:
         module: a transformers encoder that was built with another attention (`sdpa`).
         attention: the platform's packed attention.
     """
+    name = _registered(attention)
     copies: dict[int, Any] = {}  # a tower's parts share configurations, and one holds another
     for part in module.modules():
         config: Any = getattr(part, "config", None)
-        if hasattr(config, "_attn_implementation"):
+        if getattr(config, "_attn_implementation", name) != name:
             own = part.config = copy.deepcopy(config, copies)
-            own._attn_implementation = _registered(attention)
+            own._attn_implementation = name
 
 
 def packed_attention_of(module: torch.nn.Module) -> VarlenAttention | None:

@@ -178,3 +178,14 @@ def test_a_tower_of_another_dtype_is_followed(factory):
     graphs.capture()
     (replayed,) = graphs.try_replay(request) or (None,)
     assert torch.equal(replayed, wanted)
+
+
+@pytest.mark.parametrize("factory", [case[0] for case in TOWERS.values()], ids=lambda f: f.name)
+def test_other_graphs_of_the_same_tower_cost_none(factory):
+    """As one set of graphs for images and one for videos, or with other settings."""
+    adapter = factory.build("tiny", CPU, torch.float32)
+    options = Settings(token_budgets="16", audio_chunks=1, max_items=1, self_check="off")
+    graphs = EncoderGraphs(adapter, open_platform("cpu"), options)
+    graphs.capture()
+    EncoderGraphs(adapter, open_platform("cpu"), options).capture()
+    assert graphs.check_weights()
