@@ -380,8 +380,10 @@ class EncoderGraphExecutor:
         self._reporter.stop()
         if self._captured:
             self._reporter.served(self.stats(), final=True)
-        for graphs in self._graphs():
-            graphs.clear()
+        encoders = list(self._graphs())
+        with memory.giving_back(self._model, encoders):
+            for graphs in encoders:
+                graphs.clear()
         self._reporter.released()
         self._captured = False
 

@@ -18,6 +18,10 @@ class Card:
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0.0
+        self.reserved = 0.0
+        """Of what is used, what PyTorch's allocator holds for graphs."""
+        self.spare = 0.0
+        """Of what is used, what the driver keeps for graphs to come."""
 
     def free_bytes(self) -> int:
         return self.total - -int(-self.used // PIECE) * PIECE
@@ -29,6 +33,26 @@ class Card:
 
     def give(self, num_bytes: float) -> None:
         self.used -= num_bytes
+
+    def take_from_driver(self, num_bytes: float, owner: Any) -> float:
+        """Bytes that were not spare; all are, once the owner is gone."""
+        fresh = max(0.0, num_bytes - self.spare)
+        self.spare -= num_bytes - fresh
+        self.used += fresh
+        weakref.finalize(owner, self.spare_more, num_bytes)
+        return fresh
+
+    def spare_more(self, num_bytes: float) -> None:
+        self.spare += num_bytes
+
+    def reserve(self, num_bytes: float, owner: Any) -> None:
+        """Taken by the allocator."""
+        self.reserved += num_bytes
+        self.take(num_bytes, owner)
+        weakref.finalize(owner, self.unreserve, num_bytes)
+
+    def unreserve(self, num_bytes: float) -> None:
+        self.reserved -= num_bytes
 
 
 class Cycle:
@@ -50,6 +74,8 @@ def scripted(
     garbage: float = 0.0,
     loads: float = 0.0,
     growth: float = 0.0,
+    grows: int = 1,
+    kept: float = 0.0,
 ) -> Platform:
     """The platform, with graphs that take memory of the card, and run again where they replay.
 
@@ -60,7 +86,9 @@ def scripted(
         each: bytes of every further graph.
         garbage: bytes that every eager reference leaves in a reference cycle.
         loads: bytes that the driver loads for good where a graph of a new size is captured.
-        growth: bytes by which the second graph makes the pool grow.
+        growth: bytes by which the second graph makes the pool grow, and others that follow.
+        grows: every which graph makes it grow, up to a dozen.
+        kept: bytes of every graph that the driver keeps for later ones.
     """
     seen: set[int] = set()
     alive: dict[int, Owner] = {}
@@ -70,10 +98,14 @@ def scripted(
         if loads and request.key.size not in seen:
             seen.add(request.key.size)
             card.used += loads
-        num_bytes = int((each if alive else first) + growth * (len(alive) == 1))
-        graph = CapturedGraph(request, object(), None, num_bytes)
-        alive[id(graph)] = owner = Owner()
-        card.take(num_bytes, owner)
+        owner, count = Owner(), len(alive)
+        grown = growth if 1 <= count <= 12 and (count - 1) % grows == 0 else 0.0
+        of_pool, of_driver = (first if not alive else 0.0) + grown, each if alive else 0.0
+        card.reserve(of_pool, owner)
+        card.take(of_driver, owner)
+        fresh = card.take_from_driver(kept, owner)
+        graph = CapturedGraph(request, object(), None, int(of_pool + of_driver + fresh))
+        alive[id(graph)] = owner
         return graph
 
     def release(graphs: Sequence[CapturedGraph]) -> None:

@@ -50,10 +50,14 @@ def encoder(
     garbage: float = 0.0,
     loads: float = 0.0,
     growth: float = 0.0,
+    grows: int = 12,
+    kept: float = 0.0,
     **options: Any,
 ) -> EncoderGraphs:
     settings = Settings(**{"platform": "cpu", "self_check": "quick", **options})
-    platform = scripted(open_platform("cpu", settings), card, first, each, garbage, loads, growth)
+    platform = scripted(
+        open_platform("cpu", settings), card, first, each, garbage, loads, growth, grows, kept
+    )
     budgets = range(12, 12 + 4 * graphs, 4)
     toy = ToyEncoder(torch.device("cpu"), torch.float32, budgets)
     return EncoderGraphs(toy, platform, settings)
@@ -67,8 +71,9 @@ def told_and_taken(
     held = memory.sample(model, encoders, limit)
     told = before - card.free_bytes() + (0 if held is None else held.nbytes)
     del held
-    for graphs in encoders:
-        graphs.clear()
+    with memory.giving_back(model, encoders):
+        for graphs in encoders:
+            graphs.clear()
     gc.collect()
     assert card.free_bytes() <= before  # less what the driver has loaded for good
     return told, memory.capture_all(model, encoders, limit)
@@ -132,6 +137,67 @@ def test_a_pool_that_grew_once_does_not_grow_for_every_graph(each: float) -> Non
     _, taken = told_and_taken(card, [one])
     assert taken.expected == pytest.approx(taken.counted, rel=0.03)
     assert taken.expected >= taken.counted - PIECE
+
+
+@pytest.mark.parametrize("kept", [0.5, 1.32, 3.5])
+def test_what_the_driver_keeps_of_the_sample_is_of_the_graphs(
+    kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """44 graphs that took 256 MiB were said to take 240: the driver had kept 16 of the sample."""
+    card = Card(60000 * MIB)
+    monkeypatch.setattr(memory, "_reserved", lambda: int(card.reserved))
+    one = encoder(card, 44, 200 * MIB, 0, kept=kept * MIB)
+    told, taken = told_and_taken(card, [one])
+    real = (200 + 44 * kept) * MIB
+    assert taken.counted == pytest.approx(real, abs=2 * PIECE)
+    assert taken.expected == pytest.approx(real, rel=0.02)
+    assert told == pytest.approx(real, rel=0.02)
+
+
+def test_the_driver_keeps_what_a_profile_left_once() -> None:
+    """What others gave back meanwhile is not counted, nor anything after the profile."""
+    card = Card(60000 * MIB)
+    card.used = 500 * MIB
+    one, model = encoder(card, 44, 200 * MIB, 0, kept=MIB), Model()
+    memory.sample(model, [one])
+    with memory.giving_back(model, [one]):
+        one.clear()
+        card.give(500 * MIB)
+    with memory.giving_back(model, [one]):
+        pass
+    taken = memory.capture_all(model, [one])
+    assert taken.counted == pytest.approx((200 + 32) * MIB, abs=2 * PIECE)
+
+
+def test_what_the_allocator_holds_unused_is_no_graphs_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card, unused = Card(60000 * MIB), [300 * MIB]
+    card.reserved = 300 * MIB
+    real_settle = memory._settle
+
+    def settle() -> None:
+        real_settle()
+        card.reserved -= unused.pop() if unused else 0
+
+    one = encoder(card, 44, 200 * MIB, 1.3 * MIB, growth=2 * MIB, grows=2)
+    monkeypatch.setattr(memory, "_reserved", lambda: int(card.reserved))
+    monkeypatch.setattr(memory, "_settle", settle)
+    _, taken = told_and_taken(card, [one])
+    assert taken.expected == pytest.approx(taken.counted, rel=0.03)
+
+
+@pytest.mark.parametrize("grows", [2, 3, 5])
+def test_pieces_that_the_pool_grows_by_are_not_every_graphs(
+    grows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in eleven graphs of a sample made it grow: 44 graphs of 256 MiB were expected to take
+    266, and 60 of some 425 were expected to take 448."""
+    card = Card(60000 * MIB)
+    monkeypatch.setattr(memory, "_reserved", lambda: int(card.reserved))
+    one = encoder(card, 44, 200 * MIB, 1.3 * MIB, growth=2 * MIB, grows=grows)
+    _, taken = told_and_taken(card, [one])
+    assert taken.expected == pytest.approx(taken.counted, rel=0.03)
 
 
 def test_graphs_of_all_sizes_are_captured_for_the_profile() -> None:
