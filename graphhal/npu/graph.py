@@ -63,16 +63,14 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         with serve(serving):
             request.forward()
+        _end(graph, lane)
     except BaseException:
-        npu.set_stream(lane.replay)  # a capture ends only on the stream where it began
         with suppress(RuntimeError):
-            graph.capture_end()
+            _end(graph, lane)  # where that did not happen yet
         discard(graph)
         raise
     recording = Recording(graph, lane, TaskUpdates(lane, serving.tasks or ()))
     try:
-        npu.set_stream(lane.replay)
-        graph.capture_end()
         recording.try_out(request.boundaries)
         lane.settle(f"{what}: first replay")
     except BaseException:
@@ -81,6 +79,11 @@ def _capture(request: CaptureRequest, lane: Lane, what: str) -> CapturedGraph:
     added = max(0, settled_bytes(lane.index) - before)
     fill = partial(poison, lane.index, graph.pool(), lane.replay)
     return CapturedGraph(request, recording, graph.pool(), added, fill)
+
+
+def _end(graph: npu.NPUGraph, lane: Lane) -> None:
+    npu.set_stream(lane.replay)  # a capture ends only on the stream where it began
+    graph.capture_end()
 
 
 def _recording(graph: CapturedGraph) -> Recording:

@@ -71,6 +71,10 @@ class Tape(TorchDispatchMode):
         self.memory: list[torch.Tensor] = []
         self.reads_uninitialised = False
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in HOST_READS:

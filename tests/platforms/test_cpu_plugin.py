@@ -51,3 +51,20 @@ def test_importing_the_plugin_loads_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_the_first_capture_loads_no_compiler() -> None:
+    """`torch._dynamo` takes seconds to import, which counted as time of the first capture."""
+    code = (
+        "import sys, torch\n"
+        "from graphhal import EncoderGraphs, Settings, open_platform\n"
+        "from graphhal.testing.toy_encoder import ToyEncoder\n"
+        "settings = Settings(platform='cpu')\n"
+        "toy = ToyEncoder(torch.device('cpu'), torch.float32, [16])\n"
+        "report = EncoderGraphs(toy, open_platform('cpu', settings), settings).capture()\n"
+        "print(len(report.captured), 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "1 False"

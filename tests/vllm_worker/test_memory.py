@@ -31,15 +31,21 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_profiled", weakref.WeakKeyDictionary())
 
 
+@pytest.fixture(autouse=True, scope="module")
+def old_objects() -> Iterator[None]:
+    """Are of no collection here: there are as many as pytest and PyTorch make."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def collector_off() -> Iterator[None]:
     """As vLLM has it while it captures."""
-    gc.collect()
-    gc.freeze()
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 def encoder(
