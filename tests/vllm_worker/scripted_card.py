@@ -100,10 +100,11 @@ def scripted(
             card.used += loads
         owner, count = Owner(), len(alive)
         grown = growth if 1 <= count <= 12 and (count - 1) % grows == 0 else 0.0
-        of_pool, of_driver = (first if not alive else 0.0) + grown, each if alive else 0.0
+        of_pool = int((first if not alive else 0.0) + grown)
+        of_driver = int(each) if alive else 0
         card.reserve(of_pool, owner)
         card.take(of_driver, owner)
-        fresh = card.take_from_driver(kept, owner)
+        fresh = card.take_from_driver(int(kept), owner)
         graph = CapturedGraph(request, object(), None, int(of_pool + of_driver + fresh))
         alive[id(graph)] = owner
         return graph
