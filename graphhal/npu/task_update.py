@@ -96,11 +96,11 @@ class TaskUpdates:
         try:
             npu.graph_task_update_begin(stream, task.handle)
             task.issue(ends)
+            npu.graph_task_update_end(stream)
         except BaseException:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # where that did not happen yet
                 npu.graph_task_update_end(stream)
             raise
-        npu.graph_task_update_end(stream)
 
     def launch(self, graph: Any) -> None:
         """Queue a replay; the next update waits for it."""
