@@ -197,6 +197,23 @@ def refuse_hidden_methods(adapter: EncoderAdapter) -> None:
             )
 
 
+def refuse_misplaced(adapter: EncoderAdapter, platform: Platform) -> None:
+    """Refuse an adapter whose tower does not lie where the platform serves: a host's memory, or
+    nowhere yet.
+
+    Raises:
+        AdapterError: names both devices.
+    """
+    device, info = adapter.device, platform.info
+    if not isinstance(device, torch.device):
+        raise AdapterError(f"{adapter.name}: its device must be a torch.device, got {device!r}")
+    if device.type != info.device_type:
+        raise AdapterError(
+            f"{adapter.name} is on {device}, but platform {info.name} serves {info.device_type}; "
+            "move the tower there before its adapter is made, or open another platform"
+        )
+
+
 class AdapterFactory(Protocol):
     """How a family of encoders is found, wrapped and, for the bench, built.
 

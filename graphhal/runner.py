@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from graphhal import cost, self_check
-from graphhal.adapter import EncoderAdapter, refuse_hidden_methods, wrong_answer
+from graphhal.adapter import EncoderAdapter, refuse_hidden_methods, refuse_misplaced, wrong_answer
 from graphhal.cost_table import CostTable
 from graphhal.errors import (
     AdapterError,
@@ -85,7 +85,8 @@ class EncoderGraphs:
 
     Raises:
         SettingsError: `memory_limit` is a fraction, and the platform does not know free memory.
-        AdapterError: an attribute of the adapter hides one of its methods.
+        AdapterError: an attribute of the adapter hides one of its methods, or its tower is on
+            another device than the platform's.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class EncoderGraphs:
                 "much memory is free; set bytes"
             )
         refuse_hidden_methods(adapter)
+        refuse_misplaced(adapter, platform)
         adapter.prepare(platform)
         self._execution = Execution(adapter, platform)
         self._graphs = GraphSet(adapter, platform, self.settings, self.peers)

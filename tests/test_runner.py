@@ -1469,3 +1469,18 @@ def test_an_attribute_that_hides_a_method_is_named(name: str) -> None:
     setattr(encoder, name, 1500)
     with pytest.raises(AdapterError, match=f"its attribute '{name}' hides the method"):
         EncoderGraphs(encoder, plain_platform())
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        (torch.device("meta"), "^toy is on meta, but platform plain serves cpu; move the tower"),
+        ("cpu", "^toy: its device must be a torch.device, got 'cpu'"),
+    ],
+)
+def test_a_tower_that_is_not_where_the_platform_serves_is_named(device, told):
+    encoder = ToyEncoder()
+    encoder.device, encoder.attention = device, None
+    with pytest.raises(AdapterError, match=told):
+        EncoderGraphs(encoder, plain_platform())
+    assert encoder.attention is None  # it was not prepared

@@ -115,7 +115,7 @@ def limit_bytes(vllm_config: Any, model: Any, settings: Settings, platform: Plat
 
 def _meter(platform: Platform) -> Callable[[], int] | None:
     """Free bytes of the card that vLLM measures; None on a host, where others take memory too."""
-    return None if platform.info.device_type == "cpu" else platform.info.free_bytes
+    return None if platform.info.reference else platform.info.free_bytes
 
 
 def _share(vllm_config: Any, free: int) -> int:

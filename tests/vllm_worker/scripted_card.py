@@ -120,7 +120,7 @@ def scripted(
 
     return replace(
         platform,
-        info=replace(platform.info, device_type="imagined", free_bytes=card.free_bytes),
+        info=replace(platform.info, reference=False, free_bytes=card.free_bytes),
         capture=capture,
         replay=lambda graph: graph.request.forward(),
         update_boundaries=lambda graph, update: graph.request.packed.copy_(update.block),

@@ -340,7 +340,7 @@ def card_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> Any:
     ):
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value, raising=False)
     return types.SimpleNamespace(
-        info=types.SimpleNamespace(name="imagined", device_type="imagined", free_bytes=lambda: free)
+        info=types.SimpleNamespace(name="imagined", reference=False, free_bytes=lambda: free)
     )
 
 
@@ -390,7 +390,7 @@ def test_bytes_are_taken_as_they_are(card_of_80_gib: Any) -> None:
 
 def test_a_fraction_of_what_nobody_knows_is_an_error() -> None:
     platform = types.SimpleNamespace(
-        info=types.SimpleNamespace(name="cpu", device_type="cpu", free_bytes=None)
+        info=types.SimpleNamespace(name="cpu", reference=True, free_bytes=None)
     )
     assert memory.limit_bytes(config(), Model(), Settings(), platform) is None
     with pytest.raises(SettingsError, match="platform cpu cannot say"):
