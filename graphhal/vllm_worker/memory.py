@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from types import FrameType
 from typing import Any
@@ -236,9 +237,7 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     if _meter(graphs.platform) is None:
         return graphs.capture().num_bytes, 0
     sampled = _spread([capacity.key for capacity in ladder])
-    _settle()
-    reserved = _reserved()
-    report = _unchecked(graphs, sampled)
+    report, grown = _unchecked(graphs, sampled)
     left_out = len(ladder) - len(sampled)
     if left_out and len(report.captured) < len(sampled):
         # The limit, or a failure, drops graphs: what stays is only known after all were tried.
@@ -247,31 +246,42 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     _settle()
     if not left_out:
         return report.num_bytes, 0
-    driver = report.num_bytes - (_reserved() - reserved)
-    further = [line.num_bytes for line in report.captured[1:]]
-    rest = min(_each(further), driver // len(report.captured)) * left_out
+    rest = (
+        _each([(line.num_bytes, grown.get(line.key, 0)) for line in report.captured[1:]]) * left_out
+    )
     limit = graphs.settings.memory_limit
     if isinstance(limit, int):
         rest = min(rest, max(0, limit - report.num_bytes))
     return report.num_bytes, rest
 
 
-def _unchecked(graphs: EncoderGraphs, keys: Sequence[GraphKey]) -> CaptureReport:
-    """Capture for a profile: nothing is served from it, and what serves later is checked then."""
-    settings = graphs.settings
+def _unchecked(
+    graphs: EncoderGraphs, keys: Sequence[GraphKey]
+) -> tuple[CaptureReport, dict[GraphKey, int]]:
+    """Capture for a profile: nothing is served from it, and what serves later is checked then.
+
+    Returns:
+        The report, and bytes by which PyTorch's allocator grew with each graph but the first.
+    """
+    settings, marks = graphs.settings, list[tuple[GraphKey, int]]()
     graphs.settings = settings.model_copy(update={"self_check": SelfCheck.OFF})
     try:
-        return graphs.capture(keys=keys)
+        report = graphs.capture(lambda _, __, key: marks.append((key, _reserved())), keys)
     finally:
         graphs.settings = settings
+    return report, {key: after - before for (_, before), (key, after) in pairwise(marks)}
 
 
-def _each(further: Sequence[int]) -> int:
-    """Bytes that one more graph adds at most. Where a graph made the pool grow, the ones between
-    it and the next find room there, so that growth is not theirs too: they take what the driver
-    takes for a graph. Where PyTorch's allocator does not tell the two apart, this does."""
-    most = int(median(further)) + PIECE
-    return sum(min(num_bytes, most) for num_bytes in further) // len(further)
+def _each(further: Sequence[tuple[int, int]]) -> int:
+    """Bytes that one more graph adds as a rule, from those of others and the allocator's of them.
+
+    Where a graph made the pool grow, the ones between it and the next find room there, so that
+    growth is not theirs too: they take what the driver takes for a graph. Where the allocator does
+    not tell the two apart, a graph that took more than most shows it.
+    """
+    driver = [max(0, num_bytes - grown) for num_bytes, grown in further]
+    most = int(median(driver)) + PIECE
+    return sum(min(num_bytes, most) for num_bytes in driver) // len(driver)
 
 
 def _spread(keys: Sequence[GraphKey]) -> list[GraphKey]:

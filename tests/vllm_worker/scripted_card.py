@@ -76,6 +76,7 @@ def scripted(
     growth: float = 0.0,
     grows: int = 1,
     kept: float = 0.0,
+    workspace: float = 0.0,
 ) -> Platform:
     """The platform, with graphs that take memory of the card, and run again where they replay.
 
@@ -89,8 +90,10 @@ def scripted(
         growth: bytes by which the second graph makes the pool grow, and others that follow.
         grows: every which graph makes it grow, up to a dozen.
         kept: bytes of every graph that the driver keeps for later ones.
+        workspace: bytes that the allocator takes for good with the first two captures.
     """
     seen: set[int] = set()
+    spaces = [workspace / 2, workspace / 2]
     alive: dict[int, Owner] = {}
 
     def capture(request: CaptureRequest) -> CapturedGraph:
@@ -99,6 +102,9 @@ def scripted(
             seen.add(request.key.size)
             card.used += loads
         owner, count = Owner(), len(alive)
+        if spaces:
+            card.used += spaces[-1]
+            card.reserved += spaces.pop()
         grown = growth if 1 <= count <= 12 and (count - 1) % grows == 0 else 0.0
         of_pool = int((first if not alive else 0.0) + grown)
         of_driver = int(each) if alive else 0

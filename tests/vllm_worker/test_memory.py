@@ -58,12 +58,14 @@ def encoder(
     growth: float = 0.0,
     grows: int = 12,
     kept: float = 0.0,
+    workspace: float = 0.0,
     **options: Any,
 ) -> EncoderGraphs:
     settings = Settings(**{"platform": "cpu", "self_check": "quick", **options})
     platform = scripted(
-        open_platform("cpu", settings), card, first, each, garbage, loads, growth, grows, kept
-    )
+        open_platform("cpu", settings),
+        card, first, each, garbage, loads, growth, grows, kept, workspace,
+    )  # fmt: skip
     budgets = range(12, 12 + 4 * graphs, 4)
     toy = ToyEncoder(torch.device("cpu"), torch.float32, budgets)
     return EncoderGraphs(toy, platform, settings)
@@ -175,22 +177,14 @@ def test_the_driver_keeps_what_a_profile_left_once() -> None:
     assert taken.counted == pytest.approx((200 + 32) * MIB, abs=2 * PIECE)
 
 
-def test_what_the_allocator_holds_unused_is_no_graphs_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    card, unused = Card(60000 * MIB), [300 * MIB]
-    card.reserved = 300 * MIB
-    real_settle = memory._settle
-
-    def settle() -> None:
-        real_settle()
-        card.reserved -= unused.pop() if unused else 0
-
-    one = encoder(card, 44, 200 * MIB, 1.3 * MIB, growth=2 * MIB, grows=2)
+def test_a_librarys_workspace_is_no_graphs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the allocator took beside the graphs once made the estimate negative."""
+    card = Card(60000 * MIB)
     monkeypatch.setattr(memory, "_reserved", lambda: int(card.reserved))
-    monkeypatch.setattr(memory, "_settle", settle)
-    _, taken = told_and_taken(card, [one])
+    one = encoder(card, 44, 200 * MIB, 1.3 * MIB, growth=2 * MIB, grows=2, workspace=256 * MIB)
+    told, taken = told_and_taken(card, [one])
     assert taken.expected == pytest.approx(taken.counted, rel=0.03)
+    assert told == pytest.approx(taken.counted + 256 * MIB, rel=0.03)
 
 
 @pytest.mark.parametrize("grows", [2, 3, 5])
@@ -283,8 +277,8 @@ def test_a_block_that_does_not_fit_stops_no_start_up(
 
     capture = one.capture
 
-    def then_full(**options: Any) -> Any:
-        report = capture(**options)
+    def then_full(*given: Any, **options: Any) -> Any:
+        report = capture(*given, **options)
         monkeypatch.setattr(torch, "empty", full)
         return report
 
