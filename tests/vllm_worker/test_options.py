@@ -18,6 +18,7 @@ from graphhal.vllm_worker import refusals
 from graphhal.vllm_worker.limits import (
     Limits,
     dense_budgets,
+    frames_of,
     limits_of,
     merged,
     most_tokens,
@@ -230,9 +231,18 @@ def test_chosen_ladder_stays_in_the_models_range() -> None:
     assert (limits.low, limits.high) == (64, 512)
     limits = limits_of(Settings(max_tokens=32), config(), model)
     assert (limits.low, limits.high) == (32, 32)
+    small = types.SimpleNamespace(get_encoder_cudagraph_budget_range=lambda _: (1, 1))
+    limits = limits_of(Settings(), config(), small)
+    assert (limits.low, limits.high) == (1, 1)
     named = limits_of(Settings(token_budgets=[96, 8, 16]), config(), model)
     assert (named.budgets, named.low, named.high) == ((8, 16, 96), 8, 96)
-    assert most_tokens(Settings(), config()) == 2048
+    nothing = limits_of(Settings(token_budgets=[]), config(), model)
+    assert (nothing.budgets, nothing.high) == ((), Settings().max_tokens)
+    vllm_config = config()
+    assert most_tokens(Settings(), vllm_config) == 2048
+    assert most_tokens(Settings(max_tokens=32), vllm_config) == 32
+    vllm_config.scheduler_config.max_num_batched_tokens = None
+    assert most_tokens(Settings(), vllm_config) == Settings().max_tokens
     budgets = dense_budgets(2048)
     assert budgets[-1] == 2048
     assert all(b / a <= 1.126 for a, b in pairwise(budgets) if a >= 128)
@@ -287,6 +297,10 @@ def test_films_make_a_graph_little_larger_either() -> None:
             each = frames // items
             assert items * each * ceil(ceil(budget / items) / each) <= 1.03 * budget
     assert Limits(None, 64, 4096, 8, 64).items_for(208) == 7
+    many = Limits(None, 16, 4096, 64, 64)  # one frame an item makes room for others at no cost
+    assert (many.items_for(208), many.frames_for(208)) == (52, 64)
+    pictures = Limits(None, 16, 4096, 64, 0)  # each is a frame as well
+    assert (pictures.items_for(208), pictures.frames_for(208)) == (52, 52)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +366,8 @@ def test_modalities_that_no_request_can_carry_get_no_graphs() -> None:
     vllm_config = config()
     vllm_config.model_config.multimodal_config = multimodal(video=0)
     assert refusals.enabled_modalities(("image", "video"), vllm_config, Settings()) == ("image",)
+    assert frames_of(Settings(), vllm_config) == 0
+    assert frames_of(Settings(), config()) == Settings().max_frames
 
 
 def test_no_frames_in_a_batch_are_no_films() -> None:

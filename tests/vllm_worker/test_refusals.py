@@ -273,6 +273,7 @@ def test_keys_tell_the_modality_of_a_miss(
         ({"video_embeds": torch.zeros(9, 8)}, 1),
         ({"image_embeds": torch.zeros(9, 8), "image_num_patches": torch.ones(2)}, 2),
         ({"pixel_values": torch.zeros(9, 8), "image_grid_thw": torch.tensor(5)}, 1),
+        ({"pixel_values": torch.zeros(9, 8), "num_patches": 5}, 1),
     ],
 )
 def test_every_item_of_a_group_that_nobody_sized_counts(
