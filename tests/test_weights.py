@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 
 import pytest
 import torch
@@ -262,7 +262,12 @@ def test_settling_forgives_no_weight(change):
 
 def test_settling_forgives_no_mode():
     made = nn.Dropout()
+    made.calls = 0
     watch = WeightWatch([made])
+    made.calls = 1
+    watch.settle()
+    made.calls = 2
+    assert not noticed(watch)
     made.eval()
     watch.settle()
     assert noticed(watch)
@@ -347,9 +352,19 @@ def test_attributes_of_a_hosts_whole_model_are_its_own_affair():
     watch = WeightWatch([made], attributes=False)
     replace_plain_tensor(made)
     change_a_number(made)
+    shadow_a_number_of_the_class(made)
     assert not noticed(watch)
     assert not watch.moved()
     replace_parameter(made)
+    assert noticed(watch)
+
+
+@pytest.mark.parametrize("attributes", [True, False])
+def test_another_patch_of_a_patched_module_is_noticed(attributes):
+    made = tower()
+    patch_forward(made)
+    watch = WeightWatch([made], attributes=attributes)
+    patch_forward(made)
     assert noticed(watch)
 
 
@@ -456,7 +471,9 @@ def test_a_small_tower_is_looked_at_whole_every_time(clock):
 
 
 def many() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(WHOLE)))
+    made = nn.Sequential(*(nn.Linear(2, 2) for _ in range(WHOLE)))
+    made[-1].register_buffer("shift", torch.zeros(2))
+    return made
 
 
 def replace_last_parameter(made: nn.Sequential) -> None:
@@ -467,7 +484,13 @@ def replace_last_module(made: nn.Sequential) -> None:
     made[-1] = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("replace", [replace_last_parameter, replace_last_module])
+def replace_last_buffer(made: nn.Sequential) -> None:
+    made[-1].shift = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "replace", [replace_last_parameter, replace_last_module, replace_last_buffer]
+)
 @pytest.mark.parametrize("turn", range(9))
 def test_one_replacement_among_many_is_noticed_at_once(replace, turn):
     made = many()
@@ -636,6 +659,18 @@ def test_the_mode_of_a_module_that_computes_by_it_is_noticed(module: nn.Module) 
     watch = WeightWatch([nn.Sequential(module.train())])
     assert not watch.moved()
     module.eval()
+    assert noticed(watch)
+
+
+def test_a_forward_that_is_no_function_is_watched_too() -> None:
+    class Doubled(nn.Module):
+        forward = partial(torch.mul, other=2)
+
+    made = Doubled()
+    watch = WeightWatch([made])
+    made.eval()
+    assert not noticed(watch)
+    made.forward = partial(torch.mul, other=3)
     assert noticed(watch)
 
 
