@@ -145,10 +145,13 @@ class EncoderGraphs:
         Args:
             progress: called with (done, total, key) after each graph.
             keys: capture only these of the ladder.
+
+        Raises:
+            SettingsError: a key is none of the ladder's.
         """
         with self._lock:
+            ladder = self._asked_for(keys)  # before all is released: a mistake costs no graph
             self.clear()
-            ladder = [c for c in self.ladder() if keys is None or c.key in keys]
             for what, value in self._decides(ladder).items():
                 self.peers.all_have(what, value)
             if not ladder:
@@ -310,6 +313,16 @@ class EncoderGraphs:
                 self._costs = None
                 self.report = CaptureReport()
                 self._plan_with_graphs()
+
+    def _asked_for(self, keys: Sequence[GraphKey] | None) -> list[Capacity]:
+        offered = {capacity.key: capacity for capacity in self.ladder()}
+        unknown = [] if keys is None else [str(key) for key in keys if key not in offered]
+        if unknown:
+            raise SettingsError(
+                f"{self.adapter.name} offers no graph {unknown[0]} under these settings; its "
+                f"ladder: {', '.join(map(str, offered))}"
+            )
+        return [capacity for key, capacity in offered.items() if keys is None or key in keys]
 
     def _capture(self, ladder: Sequence[Capacity], progress: Progress | None) -> None:
         output, reason = None, self._no_collectives()
@@ -562,6 +575,8 @@ class EncoderGraphs:
         self._execution.forget()
 
     def _drop(self, key: GraphKey, reason: str) -> None:
+        if key not in self._graphs.entries:
+            return
         self._graphs.drop(key)
         self.report.captured = [line for line in self.report.captured if line.key != key]
         self.report.dropped.append(Dropped(key, reason))

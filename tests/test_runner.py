@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from graphhal import execution, group_plans
 from graphhal.cpu import plugin as cpu
 from graphhal.discovery import bind
-from graphhal.errors import AdapterError, InputError, RefusedError, ReplayError
+from graphhal.errors import AdapterError, InputError, RefusedError, ReplayError, SettingsError
 from graphhal.plan import GraphKey, MissReason
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Policy, SelfCheck, Settings
@@ -582,8 +582,8 @@ def test_a_dropped_key_serves_from_a_larger_graph_or_eagerly(platform):
     assert_equals_eager(graphs, images(3))
     assert graphs.stats()["replays"] == {"toy/image[4]": 1, "toy/image[8]": 1}
     assert misses(graphs) == {MissReason.NO_GRAPHS: 1}
-    assert [line.reason for line in graphs.report.dropped] == ["for a test"] * 3
     graphs.drop(key(4), "twice")
+    assert [line.reason for line in graphs.report.dropped] == ["for a test"] * 3
 
 
 def test_while_an_outer_capture_runs_everything_is_eager_and_nothing_is_dropped():
@@ -720,6 +720,9 @@ def test_capture_of_some_keys_only(platform):
     assert_equals_eager(graphs, images(3))
     assert graphs.stats()["replays"] == {"toy/image[8]": 1}
     assert serve(platform, keys=[]).keys() == []
+    with pytest.raises(SettingsError, match=r"^toy offers no graph toy/image\[5\] .*image\[8\]"):
+        graphs.capture(keys=[key(8), key(5)])
+    assert graphs.keys() == [key(8), key(4, "video")]
 
 
 def test_progress_counts_every_graph():
