@@ -5,10 +5,9 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -45,6 +44,8 @@ from graphhal.vllm_worker.vllms_log import join_vllms_log, warn_once
 log = logging.getLogger(__name__)
 
 _alive: "weakref.WeakSet[EncoderGraphExecutor]" = weakref.WeakSet()
+_given_up: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+"""Models whose capture failed in code of graphhal's or a platform's own, and why."""
 
 
 def build(
@@ -214,6 +215,9 @@ class EncoderGraphExecutor:
     def _serve(
         self, model: Any, platform: Platform, device: torch.device, dtype: torch.dtype
     ) -> None:
+        self.refusal = _given_up.get(model)
+        if self.refusal is not None:
+            return
         try:
             found = towers.encoders_of(model, self._vllm_config, self.settings, device, dtype)
         except SettingsError:
@@ -311,16 +315,35 @@ class EncoderGraphExecutor:
         if not self._served:
             self._captured = self.refusal is not None
             return
-        with _vllm_context(self._vllm_config), memory.collecting():
-            if memory.is_profiling():
-                self._held = memory.sample(self._model, list(self._graphs()), self._limit)
-                self._captured = True
-                return
-            started = perf_counter()
-            self._taken = memory.capture_all(self._model, list(self._graphs()), self._limit)
+        profiling = memory.is_profiling()
+        try:
+            with _vllm_context(self._vllm_config), memory.collecting():
+                encoders = list(self._graphs())
+                if profiling:
+                    self._held = memory.sample(self._model, encoders, self._limit)
+                else:
+                    self._taken = memory.capture_all(self._model, encoders, self._limit)
+        except SettingsError:
+            raise
+        except Exception as error:
+            if not all(served.is_alone for served in self._served):
+                raise  # the other ranks wait for what this one decides
+            self._give_up(f"graphhal's own code failed in capture: {error!r:.200}")
         self._captured = True
-        log.debug("captured in %.1f s", perf_counter() - started)
-        self._reporter.captured(self.stats())
+        if not profiling:
+            self._reporter.captured(self.stats())
+
+    def _give_up(self, reason: str) -> None:
+        """The engine starts all the same, and serves this model eagerly: for good, since graphs
+        that no profile counted would take the KV cache's memory."""
+        _given_up[self._model] = self.refusal = reason
+        log.warning("graphhal: %s runs eagerly: %s", self.name, reason, exc_info=True)
+        self._held = None
+        for graphs in self._graphs():
+            with suppress(Exception):
+                graphs.clear()
+        self._served.clear()
+        self.token_budgets = []
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """Encode one group of one modality by replay; None where it must run eagerly.

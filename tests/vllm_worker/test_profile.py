@@ -170,6 +170,47 @@ def test_the_profile_is_told_what_capture_takes_and_keeps_nothing(
     manager.clear()
 
 
+@pytest.mark.parametrize("fails", ["sample", "capture_all"])
+def test_an_engine_starts_though_memory_cannot_be_told(
+    engine: Any,
+    card: Any,
+    fails: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong estimate once ended it. Graphs that no profile counted are not captured either."""
+    import vllm_on_cpu as on_cpu
+
+    from graphhal.vllm_worker import memory
+
+    def failing(*_: Any) -> Any:
+        real(*_)
+        raise RuntimeError("this allocator tells nothing")
+
+    real = getattr(memory, fails)
+    monkeypatch.setattr(memory, fails, failing)
+    engine.additional_config["graphhal"]["max_tokens"] = 32
+    model = on_cpu.qwen3_vl(engine)
+    runner, before = v1_runner(engine, model, monkeypatch), card.free_bytes()
+    runner.profile_cudagraph_memory()
+    gc.collect()
+    assert card.free_bytes() == before
+    runner._maybe_init_encoder_cudagraph_manager()
+    manager = runner.encoder_cudagraph_manager
+    for _ in range(2):
+        manager.capture(graph_pool=None)
+    gc.collect()
+    assert card.free_bytes() == before, "no graphs are kept beside the KV cache"
+    assert caplog.text.count("code failed in capture") == 1
+    grids = [[1, 8, 8]]
+    served = on_cpu.run_v1(model, engine, manager, [("image", on_cpu.image_group(model, grids))])
+    expected = on_cpu.run_v1(model, engine, None, [("image", on_cpu.image_group(model, grids))])
+    torch.testing.assert_close(served, expected)
+    (reason,) = manager.stats()["misses"]["image"]
+    assert reason.startswith("graphhal's own code failed in capture: RuntimeError('this allocator")
+    manager.clear()
+
+
 def test_an_instance_that_only_encodes_has_graphs(
     engine: Any, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
