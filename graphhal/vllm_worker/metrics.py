@@ -259,10 +259,13 @@ class Reporter:
     def served(self, stats: Mapping[str, Any], final: bool = False) -> None:
         """Publish; with a line where one is due, or at the end where anything was served."""
         with self._lock:
+            self._prometheus.served(stats)
+            self._published = stats["graph_hits"] + stats["graph_misses"]
             self._say(stats, final)
 
     def last_words(self) -> None:
-        """The summary of a process that is told to end, within the handler of that signal."""
+        """The summary of a process that is told to end, within the handler of that signal: without
+        the counters, whose client the main thread may be in the middle of."""
         source = None if self._stats is None else self._stats()
         # The main thread itself may hold it, and goes on only when the handler has returned.
         if source is not None and self._lock.acquire(timeout=LAST_WORDS_SECONDS):
@@ -272,8 +275,7 @@ class Reporter:
                 self._lock.release()
 
     def _say(self, stats: Mapping[str, Any], final: bool) -> None:
-        self._prometheus.served(stats)
-        self._published = total = stats["graph_hits"] + stats["graph_misses"]
+        total = stats["graph_hits"] + stats["graph_misses"]
         if total <= self._reported or not (final or self.due()):
             return
         self._next = monotonic() + self._seconds

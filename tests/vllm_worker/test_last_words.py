@@ -111,6 +111,18 @@ def test_handlers_that_the_host_sets_later_are_found(host: Host) -> None:
     assert host.order == [(signal.SIGTERM, True)]
 
 
+def test_counters_are_left_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's lock is no reentrant one: the main thread may hold it, and would wait for ever."""
+    signal.signal(signal.SIGTERM, host.handle)
+    reporter, published = host.serve(), list[object]()
+    monkeypatch.setattr(reporter._prometheus, "served", published.append)
+    signal.raise_signal(signal.SIGTERM)
+    assert published == []
+    assert reporter._reported == 5
+    reporter.served(STATS)
+    assert published == [STATS]
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler])
 def test_a_host_that_handles_no_signal_keeps_its_own(host: Host, handler: Any) -> None:
     for number in last_words.SIGNALS:
