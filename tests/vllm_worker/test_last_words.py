@@ -112,7 +112,7 @@ def test_handlers_that_the_host_sets_later_are_found(host: Host) -> None:
 
 
 def test_counters_are_left_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's lock is no reentrant one: the main thread may hold it, and would wait for ever."""
+    """The main thread may hold the lock of their client, and would wait for itself."""
     signal.signal(signal.SIGTERM, host.handle)
     reporter, published = host.serve(), list[object]()
     monkeypatch.setattr(reporter._prometheus, "served", published.append)
