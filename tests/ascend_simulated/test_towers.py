@@ -309,30 +309,36 @@ def test_layers_share_a_workspace_only_where_their_shapes_agree(
     platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is sized for a shape: of another layer's size, a kernel would write past its end."""
-    ends, heads = Boundaries((3, 8)), (2, 4, 2)
+    ends, single, half = Boundaries((3, 8)), torch.float32, torch.bfloat16
     packed = torch.from_numpy(ends.cu_seqlens.copy()).to(device).view(torch.uint8)
     cu_seqlens, out = packed.view(torch.int32), torch.zeros(8, 4, 64, device=device)
-    layers = [torch.zeros(8, number, 64, device=device) for number in heads]
-    sized: list[int] = []
+    first = [(2, 2, single), (4, 2, single), (4, 4, single), (4, 4, half)]
+    layers = [
+        [torch.zeros(8, heads, 64, dtype=dtype, device=device) for heads in (queries, keys, keys)]
+        for queries, keys, dtype in first * 2
+    ]
+    sized: list[Any] = []
     usual = FusedAttention.workspace
 
     def workspace(operator: Any, arguments: Any, at: list[int]) -> torch.Tensor:
-        sized.append(arguments["query"].shape[1])
+        query, key = arguments["query"], arguments["key"]
+        sized.append((query.shape[1], key.shape[1], query.dtype))
         return usual(operator, arguments, at)
 
     def forward() -> None:
-        for rows in layers:
-            mixed = platform.info.attention(rows, rows, rows, cu_seqlens, 5, 0.25)
+        for layer in layers:
+            mixed = platform.info.attention(*layer, cu_seqlens, 5, 0.25)
             out[:, : mixed.shape[1]].copy_(mixed)
 
     monkeypatch.setattr(FusedAttention, "workspace", workspace)
-    inputs = {"cu_seqlens": cu_seqlens, **{f"rows{n}": rows for n, rows in enumerate(layers)}}
     key, given = GraphKey("layers", "image", 8), {"cu_seqlens": ends}
     graph = platform.capture(
-        CaptureRequest(key, forward, inputs, packed, out, given, 1, None, device)
+        CaptureRequest(
+            key, forward, {"cu_seqlens": cu_seqlens}, packed, out, given, 1, None, device
+        )
     )
     platform.release([graph])
-    assert sized == [2, 4]
+    assert sized == first
 
 
 def test_a_tower_lives_on_another_device_than_the_current_one(processes: Processes) -> None:

@@ -406,10 +406,12 @@ def serving(npu: Npu, **buffers: torch.Tensor) -> Any:
 
 def test_a_boundary_set_is_found_by_its_buffer(npu: Npu) -> None:
     full, window = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    _, found = serving(npu, full=full, window=window)
+    module, found = serving(npu, full=full, window=window)
     assert found.set_of(window) == "window"
     assert found.set_of(full[:2]) == "full"
     assert found.set_of(full.clone()) is None
+    hosts_alone = module.Serving({"full": full}, {"host": Boundaries((8,)), **found.boundaries})
+    assert hosts_alone.set_of(full) == "full"
 
 
 def test_ends_are_known_within_their_forward_alone(npu: Npu) -> None:
