@@ -17,7 +17,8 @@ from tests.ascend_simulated.encoders import assert_equal
 ROWS = 24
 SETS = ("full", "windows")
 HEADS = ["2 2 16 16", "2 2 17 17", "1 1 3 3", "3 3 72 72", "2 2 80 80", "4 2 64 64", "6 1 40 40",
-         "2 2 40 24", "2 2 24 40", "2 2 64 8", "1 1 72 64", "1 1 64 72", "1 1 130 130", "1 1 256 256"]  # fmt: skip
+         "2 2 40 24", "2 2 24 40", "2 2 64 8", "1 1 72 64", "1 1 64 72", "1 1 130 130",
+         "1 1 256 256"]  # fmt: skip
 """Heads, heads of keys, dim of queries and keys, dim of values."""
 
 
