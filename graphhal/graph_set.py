@@ -69,6 +69,11 @@ class CaptureReport:
     self_check_seconds: float = 0.0
     num_bytes: int = 0
 
+    def drop(self, key: GraphKey, reason: str) -> None:
+        """A graph that was captured is not used after all."""
+        self.captured = [line for line in self.captured if line.key != key]
+        self.dropped.append(Dropped(key, reason))
+
     def dropped_lines(self) -> Iterator[str]:
         """A line for each reason: how many graphs, the first of them, why."""
         keys: dict[str, list[str]] = {}

@@ -2,21 +2,17 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from threading import RLock
-from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from graphhal import cost, self_check
 from graphhal.adapter import EncoderAdapter, refuse_hidden_methods, refuse_misplaced, wrong_answer
 from graphhal.cost_table import CostTable
 from graphhal.errors import (
     AdapterError,
-    CaptureError,
     RefusedError,
     ReplayError,
     SettingsError,
@@ -27,7 +23,6 @@ from graphhal.execution import (
     NestedReplayError,
     OuterCaptureError,
     PreparedReplay,
-    without_autocast,
 )
 from graphhal.graph_set import CaptureReport, Dropped, GraphSet, Progress
 from graphhal.group_plans import GroupPlan, GroupPlans, check_items, no_specs
@@ -36,7 +31,8 @@ from graphhal.outputs import split_items, token_starts
 from graphhal.peers import Peers
 from graphhal.plan import Capacity, Eager, GraphKey, MissReason, Planner
 from graphhal.platform import MemoryProfile, Platform
-from graphhal.settings import Policy, Settings
+from graphhal.settings import Settings
+from graphhal.start_up import StartUp
 from graphhal.stats import Statistics
 from graphhal.weights import WeightWatch
 
@@ -54,18 +50,6 @@ def _free_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_free_locks)
-
-
-def _by_size(capacity: Capacity) -> tuple[int, int]:
-    return capacity.rows, capacity.tokens
-
-
-@contextmanager
-def _start_up_mode(device: torch.device) -> Iterator[None]:
-    """For what makes static buffers and graphs, whatever mode the host is in: buffers born in
-    inference mode could not be staged outside of it, and a graph keeps autocast's dtypes."""
-    with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
-        yield
 
 
 class EncoderGraphs:
@@ -152,23 +136,12 @@ class EncoderGraphs:
         with self._lock:
             ladder = self._asked_for(keys)  # before all is released: a mistake costs no graph
             self.clear()
-            for what, value in self._decides(ladder).items():
-                self.peers.all_have(what, value)
-            if not ladder:
-                return self.report
             try:
-                with _start_up_mode(self.adapter.device):
-                    self._capture(ladder, progress)
-                    if self._moved_meanwhile():
-                        log.info("%s: its modules changed; captured again", self.adapter.name)
-                        self._graphs.close()
-                        self._capture(ladder, progress)
+                ready = self._start_up().capture(ladder, progress)
             except BaseException:
                 self.clear()  # half a ladder, unchecked, must not serve
                 raise
-            for line in self.report.dropped_lines():
-                log.warning("%s: %s", self.adapter.name, line)
-            self.report.num_bytes = self._graphs.num_bytes
+            self.report, self._watch, self._costs = ready.report, ready.watch, ready.costs
             self._plan_with_graphs()
             return self.report
 
@@ -260,21 +233,15 @@ class EncoderGraphs:
         """Width and dtype of every output."""
         with self._lock:
             if self._output_kind is None:
-                output = self._first_output(self.ladder())
+                output = self._start_up().first_output(self.ladder())
                 self._output_kind = (output.shape[1], output.dtype)
             return self._output_kind
 
     def profile_memory(self) -> MemoryProfile:
         """What capturing the ladder would take, measured, arenas included, graphs beyond
         `memory_limit` left out; nothing is kept."""
-        with self._lock, _start_up_mode(self.adapter.device):
-            ladder = self.ladder()
-            if not ladder:
-                return MemoryProfile(0, 0)
-            output = self._first_output(ladder)
-            graphs, arenas = self._graphs.profile(ladder, output, self._execution.example)
-            self._execution.forget()
-            return graphs.kept_within(self._limit(), arenas)
+        with self._lock:
+            return self._start_up().profile_memory(self.ladder())
 
     def keys(self) -> list[GraphKey]:
         """Graphs that can be replayed now."""
@@ -297,9 +264,12 @@ class EncoderGraphs:
     def drop(self, key: GraphKey, reason: str) -> None:
         """Stop using one graph; its inputs run in a larger one, or eagerly."""
         with self._lock:
+            if key not in self._graphs.entries:
+                return
             try:
-                self._drop(key, reason)
+                self._graphs.drop(key)
             finally:  # no plan may name a graph that is gone, also after an interrupt
+                self.report.drop(key, reason)
                 self._plan_with_graphs()
 
     def clear(self) -> None:
@@ -324,86 +294,10 @@ class EncoderGraphs:
             )
         return [capacity for key, capacity in offered.items() if keys is None or key in keys]
 
-    def _capture(self, ladder: Sequence[Capacity], progress: Progress | None) -> None:
-        output, reason = None, self._no_collectives()
-        if reason is None:
-            output, reason = self._example_output(ladder)
-        if output is None or reason is not None:
-            reason = str(reason)
-            self.report.dropped = [Dropped(capacity.key, reason) for capacity in ladder]
-            return
-        self.report = self._graphs.capture(
-            ladder, output, self._execution.example, self._limit(), progress
+    def _start_up(self) -> StartUp:
+        return StartUp(
+            self.adapter, self.platform, self.settings, self.peers, self._execution, self._graphs
         )
-        self._execution.forget()
-        self._check()
-        if self.settings.policy is Policy.MEASURED:
-            self._measure()
-        if self._watch is not None:
-            self._watch.settle()
-        if self.adapter.device.type != "cpu":
-            # Where it waits for the device, and that fails or never ends.
-            with suppress(RuntimeError, CaptureError), self._graphs.reference_step({"": output}):
-                torch.accelerator.empty_cache()  # what references took is the host's again
-
-    def _example_output(self, ladder: Sequence[Capacity]) -> tuple[torch.Tensor | None, str | None]:
-        """The output of the smallest graph's example, or why there is none. Where it fails as
-        others do not, as where a graph is too small for any item, the next larger one's."""
-        first: str | None = None
-        for capacity in sorted(ladder, key=_by_size):
-            output, problem = None, None
-            try:
-                self.adapter.forget()
-                output = self._first_output([capacity])
-                # After the first forward: it may have made what it keeps between calls.
-                self._watch = self._watch_weights()
-            except (AdapterError, CaptureError) as error:
-                problem = str(error)
-            except Exception as error:
-                log.debug("%s: first output failed", self.adapter.name, exc_info=True)
-                problem = f"an eager example failed: {type(error).__name__}: {error}"
-            problem = self.peers.first_problem("first output", problem)
-            if problem is None:
-                return output, None
-            first = first or problem
-        return None, first
-
-    def _watch_weights(self) -> WeightWatch:
-        adapter = self.adapter
-        modules = adapter.modules()
-        if not isinstance(modules, Iterable):
-            raise wrong_answer(adapter, "modules", "a tuple of modules", modules)
-        return WeightWatch(modules, adapter.places(), attributes=not adapter.whole_model)
-
-    def _moved_meanwhile(self) -> bool:
-        """Whether a forward replaced weights or buffers while the ladder was captured, as tables of
-        positions that grow: no graph would serve."""
-        moved = bool(self._graphs.entries) and self._watch is not None and self._watch.moved()
-        return any(self.peers.exchange("weights moved meanwhile", moved))
-
-    def _decides(self, ladder: Sequence[Capacity]) -> dict[str, Any]:
-        """What becomes of a group depends on its sizes and on these; ranks compare them."""
-        info, settings = self.platform.info, self.settings
-        return {
-            "ladder to capture": [str(capacity.key) for capacity in ladder],
-            "bounds of the ladder": [
-                (capacity.rows, capacity.tokens, capacity.items, dict(capacity.sequences))
-                for capacity in ladder
-            ],
-            "policy": str(settings.policy),
-            "exact_only": settings.exact_only,
-            "self_check": str(settings.self_check),
-            "platform": info.name,
-            "platform's allow_empty": info.allow_empty,
-            "platform's collectives": "collectives" in info.capabilities,
-        }
-
-    def _no_collectives(self) -> str | None:
-        """Why a tower that is spread over ranks must run eagerly as a whole, or None."""
-        info = self.platform.info
-        if not self.adapter.collectives or "collectives" in info.capabilities:
-            return None
-        return f"platform {info.name} cannot capture collectives, and this tower runs some"
 
     def _nothing(self, items: object) -> list[torch.Tensor]:
         """The outputs of no items, unless an adapter forgot to return what it found."""
@@ -500,83 +394,3 @@ class EncoderGraphs:
             without=without,
         )
         self._plans = GroupPlans(self.adapter, self._execution, planner, self._graphs.entries)
-
-    def _first_output(self, ladder: Sequence[Capacity]) -> torch.Tensor:
-        """An eager output of the smallest worst case: tells the static output's width and dtype.
-
-        Raises:
-            CaptureError: no graph has a worst case that fits.
-        """
-        for capacity in sorted(ladder, key=_by_size):
-            items = next(self._execution.worst_cases(capacity), None)
-            if items is not None:
-                break
-        else:
-            raise CaptureError(f"no worst case of {self.adapter.name} fits any of its graphs")
-        starts = token_starts(items)
-        output = GroupOutput(starts[-1])
-        example = self.adapter.example(items, seed=0)
-        self._execution.eager(example, items, starts, output, "reference")
-        return output.filled()
-
-    def _limit(self) -> int | None:
-        return min(
-            (
-                each
-                for each in self.peers.exchange("memory limit", self._own_limit())
-                if each is not None
-            ),
-            default=None,
-        )
-
-    def _own_limit(self) -> int | None:
-        limit, free = self.settings.memory_limit, self.platform.info.free_bytes
-        if not isinstance(limit, float):
-            return limit
-        if free is None:  # refused at construction
-            return None
-        device = self.adapter.device
-        try:
-            with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
-                return int(limit * free())
-        except Exception as error:  # noqa: BLE001  (a third party's code: report it)
-            log.warning(
-                "%s: free device memory is unknown, no graphs: %r", self.adapter.name, error
-            )
-            return 0
-
-    def _check(self) -> None:
-        """Drop what disagrees with eager."""
-        started = perf_counter()
-        report = self.report
-        found = self_check.check(
-            self.adapter,
-            self._execution,
-            self._graphs,
-            self.settings.self_check,
-            self.settings.tolerance,
-            report.seconds,
-            self.peers,
-        )
-        for key, reason in found:
-            self._drop(key, reason)
-        self._execution.forget()
-        report.self_check_seconds = perf_counter() - started
-
-    def _measure(self) -> None:
-        """Time what is left; without costs, the plan replays whatever fits."""
-        try:
-            costs = cost.measure(self.adapter, self._execution, self._graphs)
-        except Exception as error:
-            log.warning("%s: costs could not be measured: %r", self.adapter.name, error)
-            log.debug("", exc_info=True)
-            costs = CostTable()
-        self._costs = self.peers.exchange("measured costs", costs)[0]
-        self._execution.forget()
-
-    def _drop(self, key: GraphKey, reason: str) -> None:
-        if key not in self._graphs.entries:
-            return
-        self._graphs.drop(key)
-        self.report.captured = [line for line in self.report.captured if line.key != key]
-        self.report.dropped.append(Dropped(key, reason))

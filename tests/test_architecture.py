@@ -45,6 +45,7 @@ ORDER = (
     {"graph_set"},
     {"execution"},
     {"self_check", "cost", "group_plans"},
+    {"start_up"},
     {"runner"},
     {"data_parallel", "discovery"},
     {"testing"},
@@ -54,7 +55,9 @@ ORDER = (
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 # A platform or adapter that reached for these would know policy, or be known to it by name.
-FORBIDDEN_TO_PLUGINS = {"runner", "graph_set", "execution", "discovery", "testing", "self_check"}
+FORBIDDEN_TO_PLUGINS = {
+    "runner", "start_up", "graph_set", "execution", "discovery", "testing", "self_check",
+}  # fmt: skip
 
 
 def modules(package: Path) -> Iterator[tuple[Path, str, ast.Module]]:

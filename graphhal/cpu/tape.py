@@ -42,6 +42,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         only_checks: it reads values to check them, which a device does not.
     """
 
+    # Else the first operator imports a compiler, for seconds, to keep it out of here.
+    _should_skip_dynamo = classmethod(lambda cls: False)  # type: ignore[assignment]
+
     def __init__(self, known: frozenset[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.supports_higher_order_operators = True  # they decompose not, and are refused by name

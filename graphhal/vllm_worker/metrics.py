@@ -280,8 +280,8 @@ class Reporter:
             return
         self._next = monotonic() + self._seconds
         self._reported = total
-        log.info("graphhal: %s: %s", self.model, line(stats))
         self._write(stats)
+        log.info("graphhal: %s: %s", self.model, line(stats))
 
     def _write(self, stats: Mapping[str, Any]) -> None:
         if self._file is None:
