@@ -42,15 +42,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         only_checks: it reads values to check them, which a device does not.
     """
 
+    supports_higher_order_operators = True  # they decompose not, and are refused by name
     # Else the first operator imports a compiler, for seconds, to keep it out of here.
-    _should_skip_dynamo = classmethod(lambda cls: False)  # type: ignore[assignment]
+    _should_skip_dynamo = classmethod(lambda cls: False)
 
     def __init__(self, known: frozenset[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.supports_higher_order_operators = True  # they decompose not, and are refused by name
-        self.running = False
-        self.on_device = False
-        self.only_checks = False
+        self.running = self.on_device = self.only_checks = False
         self._drew_random = False
         self._snapshot = Snapshot()
         self._snapshot_bytes = 0
@@ -130,11 +128,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.only_checks and (error := check_operator(op, origins, args, kwargs)):
             self.refuse(error)
         static = [t for t in written(op, args, kwargs) if self._place(t).storage is None]
-        reshapes = torch.Tag.inplace_view in op.tags
+        reshapes, function = torch.Tag.inplace_view in op.tags, function_of(op)
         for tensor in static if not reshapes else ():
             self._snapshot.save(tensor)
         memory = [(t.shape, storage_of(t)) for t in static]
-        function = function_of(op)
         result = function(*args, **kwargs)
         if reshapes and static:
             self._places[args[0]] = self._static(args[0])
