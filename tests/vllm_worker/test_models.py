@@ -197,7 +197,11 @@ def test_items_whose_rows_their_sizes_do_not_tell_run_eagerly(
     specs = model.get_encoder_cudagraph_item_specs(group)
     model.get_encoder_cudagraph_item_specs = lambda _: [replace(s, input_size=65) for s in specs]
     assert manager.execute(dict(group)) is None
-    assert manager.stats()["misses"] == {"image": {"inputs that the adapter does not know": 1}}
+    model.get_encoder_cudagraph_item_specs = lambda _: specs
+    for wrong in ([(64, 0)], [(32, 32), (64,)]):  # a sequence without rows, sizes of no item
+        monkeypatch.setattr(host_ends, "lengths_of", lambda _, wrong=wrong: wrong)
+        assert manager.execute(dict(group)) is None
+    assert manager.stats()["misses"] == {"image": {"inputs that the adapter does not know": 3}}
 
 
 def test_windows_are_not_made_up(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from graphhal.errors import RefusedError
+from graphhal.vllm_worker import executor
 
 pytestmark = pytest.mark.vllm
 
 
 def executor_for(engine: Any, model: Any, self_check: str = "full") -> Any:
-    from graphhal.vllm_worker import executor
-
     engine.compilation_config.encoder_cudagraph_token_budgets = []
     engine.additional_config["graphhal"]["self_check"] = self_check
     made = executor.build(engine, torch.device("cpu"), torch.float32, model)
@@ -272,6 +271,25 @@ def test_a_path_whose_smallest_item_is_above_all_budgets_has_no_graph(engine: An
     assert served.stats()["graph_count"] == 1
     assert served.token_budgets == [2]
     assert served.stats()["dropped"] == []
+
+
+def test_a_paths_ladder_doubles_from_its_smallest_item_unless_none_is_asked_for(
+    engine: Any,
+) -> None:
+    from protocol_models import TwoPaths
+
+    class Packed(TwoPaths):
+        def prepare_encoder_cudagraph_capture_inputs(self, *args: Any, **more: Any) -> Any:
+            made = super().prepare_encoder_cudagraph_capture_inputs(*args, **more)
+            made.values["cu_seqlens"] = torch.tensor([0, args[0]], dtype=torch.int32)
+            return made
+
+    for asked, found in (([3, 8], [2, 4, 8]), ([], [])):
+        engine.additional_config["graphhal"]["token_budgets"] = asked
+        engine.compilation_config.encoder_cudagraph_token_budgets = []
+        made = executor.build(engine, torch.device("cpu"), torch.float32, Packed())
+        assert made is not None
+        assert made.token_budgets == found
 
 
 def test_a_models_code_works_on_a_copy_of_the_kwargs(engine: Any) -> None:
