@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from math import isqrt, prod
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,15 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
+from graphhal.adapters.frame_ladders import (
+    FrameGraph,
+    Sizes,
+    image_graphs,
+    nearly_equal,
+    video_graphs,
+    worst_films,
+    worst_images,
+)
 from graphhal.adapters.frame_positions import Taps, axis_taps, in_merge_blocks, patch_taps
 from graphhal.adapters.host_sizes import host_rows
 from graphhal.adapters.picture_patches import film_patches, picture_patches
@@ -24,7 +32,6 @@ from graphhal.adapters.qwen3_omni_layers import use_fewer_kernels
 from graphhal.adapters.request_tensors import refuse_unreadable
 from graphhal.adapters.sample_files import is_film, sample_photograph
 from graphhal.adapters.seeded_weights import chosen_preset, with_seeded_weights
-from graphhal.adapters.token_ladder import token_budgets
 from graphhal.adapters.transformers_attention import use_packed_attention
 from graphhal.errors import AdapterError, InputError, SettingsError
 from graphhal.items import ItemSpec
@@ -32,19 +39,6 @@ from graphhal.plan import Capacity, GraphKey, SequenceBound
 from graphhal.platform import Platform
 from graphhal.settings import Settings
 
-MAX_FRAME_PATCHES = 4096
-"""Patches of one video frame, at most: the bound that video graphs bake, and their guard reads."""
-SMALL_FRAME_PATCHES = 1024
-"""The bound of graphs for many frames. A kernel's work grows with slots x bound, however few of
-them a film uses: 65 slots of 4096 patches cost FlashAttention 65 µs a layer on an H200."""
-LARGE_FRAMES = 8
-"""Frames in a graph for larger ones, at most. Such graphs end where one frame fills them, since
-longer films replay them over successive frames."""
-VIDEO_LADDER_STEPS, BUSY_VIDEO_LADDER_STEPS = 4, 8
-"""Budgets in each doubling of the video ladder, and where a card is busy with rows."""
-LONE_LADDER_STEPS = 8
-"""Budgets in each doubling of the ladder of lone images: a graph takes 3.5 MiB of the driver's and,
-with its self-check, a second at start-up."""
 CACHED_FRAME_SIZES = 64
 """Frame sizes (h, w) whose host metadata is kept; one of 4096 tokens takes 640 KiB."""
 CACHED_SIDES = 256
@@ -59,7 +53,6 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 
-Axes = tuple[tuple[str, int], ...]
 Grid = tuple[tuple[int, ...], ...]
 
 
@@ -234,51 +227,22 @@ class Qwen3OmniVision(EncoderAdapter):
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
         """A dense ladder for images, large ones alone in a graph of their own where that is faster,
         and a coarser ladder for videos, few large frames in graphs of their own."""
-        ladder = {"image": self._image_capacities, "video": self._video_capacities}
-        unknown = set(self.modalities) - set(ladder)
+        ladders = {
+            "image": image_graphs(settings, self.merge_area, self.lone_sequence_from),
+            "video": video_graphs(settings, self.merge_area),
+        }
+        unknown = set(self.modalities) - set(ladders)
         if unknown:
             raise SettingsError(
                 f"{self.name}: unknown modality {min(unknown)!r}; known: image, video"
             )
-        return tuple(chain.from_iterable(ladder[name](settings) for name in self.modalities))
+        return tuple(self._capacity(name, g) for name in self.modalities for g in ladders[name])
 
-    def _image_capacities(self, settings: Settings) -> Iterator[Capacity]:
-        def graph(budget: int, items: int, axes: Axes = ()) -> Capacity:
-            bound = min(items + 1, budget), budget * self.merge_area
-            return self._capacity("image", budget, items, *bound, axes)
-
-        for budget in token_budgets(settings):
-            yield graph(budget, min(settings.max_items, budget))
-        if self.lone_sequence_from is not None and settings.max_items > 1:
-            for budget in token_budgets(settings, LONE_LADDER_STEPS, LONE_LADDER_STEPS):
-                if budget * self.merge_area >= self.lone_sequence_from:
-                    yield graph(budget, 1, (("items", 1),))
-
-    def _video_capacities(self, settings: Settings) -> Iterator[Capacity]:
-        """Graphs for many frames, and for few larger ones."""
-
-        def graph(budget: int, frames: int, longest: int, axes: Axes = ()) -> Capacity:
-            padding = -(-(budget - frames) * self.merge_area // longest)
-            items = min(settings.max_items, frames)
-            return self._capacity("video", budget, items, frames + padding, longest, axes)
-
-        for budget in token_budgets(settings, VIDEO_LADDER_STEPS, BUSY_VIDEO_LADDER_STEPS):
-            rows, frames = budget * self.merge_area, min(settings.max_frames, budget)
-            longest = min(rows, MAX_FRAME_PATCHES)
-            if frames <= LARGE_FRAMES or rows <= SMALL_FRAME_PATCHES:
-                yield graph(budget, frames, longest)
-                continue
-            yield graph(budget, frames, SMALL_FRAME_PATCHES)
-            if rows <= MAX_FRAME_PATCHES or settings.token_budgets is not None:
-                yield graph(budget, LARGE_FRAMES, longest, (("frames", LARGE_FRAMES),))
-
-    def _capacity(
-        self, path: str, budget: int, items: int, slots: int, longest: int, axes: Axes
-    ) -> Capacity:
-        rows = budget * self.merge_area
-        bounds = {BOUNDARIES: SequenceBound(rows, slots, longest)}
-        key = GraphKey(self.name, path, budget, axes)
-        return Capacity(key, rows, budget, items, bounds, self.lone_sequence_from)
+    def _capacity(self, path: str, graph: FrameGraph) -> Capacity:
+        rows = graph.tokens * self.merge_area
+        bounds = {BOUNDARIES: SequenceBound(rows, graph.slots, graph.longest)}
+        key = GraphKey(self.name, path, graph.tokens, graph.axes)
+        return Capacity(key, rows, graph.tokens, graph.items, bounds, self.lone_sequence_from)
 
     def buffers(self, capacity: Capacity) -> Mapping[str, BufferSpec]:
         """Patches in the encoder's dtype; positions, interpolation and boundaries packed."""
@@ -394,40 +358,24 @@ class Qwen3OmniVision(EncoderAdapter):
 
     def capture_case(self, capacity: Capacity) -> tuple[ItemSpec, ...] | None:
         """As many pictures, or films of one frame, as fit, nearly equally large."""
-        share, more = divmod(capacity.tokens, capacity.items)
-        sizes = [(1, share + (n < more)) for n in range(capacity.items)]
-        return self._items_of(capacity.key.path, sizes)
+        return self._items_of(capacity.key.path, nearly_equal(capacity))
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
-        """Full, one token short, many short sequences at full and at low load; as full as can be
-        where every slot needs a row."""
-        budget, items = capacity.tokens, capacity.items
+        """Each once, of those that hold anything; see `worst_images` and `worst_films`."""
         bound = capacity.sequences[BOUNDARIES]
-        filled = budget - -(-(bound.slots - 1) // self.merge_area)
         if capacity.key.path == "video":
             longest = bound.max_seqlen // self.merge_area
-            frames = next(
-                n
-                for n in range(bound.slots, 0, -1)
-                if n - (-(budget - n) // longest) <= bound.slots
-            )
-            groups = [_videos(n, longest, frames, items) for n in (budget, budget - 1, filled)]
-            if items > 1:
-                groups.append([(frames // 2, 1), (1, min(longest, budget - frames // 2))])
-            groups.append([(frames, 1)])
+            groups = worst_films(capacity, bound.slots, longest, self.merge_area)
         else:
-            groups = [[(1, budget)], [(1, budget - 1)]]
-            groups.append([(1, budget // items)] * items)
-            groups += [[(1, 1)] * (items - 1) + [(1, budget - items + 1)]]
-            groups += [[(1, filled)], [(1, 1)] * items]
-        seen: list[list[tuple[int, int]]] = []
+            groups = worst_images(capacity, bound.slots, self.merge_area)
+        seen: list[Sizes] = []
         for group in groups:
             if group not in seen and group and all(min(sizes) > 0 for sizes in group):
                 seen.append(group)
                 yield self._items_of(capacity.key.path, group)
 
-    def _items_of(self, modality: str, sizes: Sequence[tuple[int, int]]) -> tuple[ItemSpec, ...]:
-        """Specs of items given as (frames, tokens of a frame), as square as they can be."""
+    def _items_of(self, modality: str, sizes: Sizes) -> tuple[ItemSpec, ...]:
+        """Specs of items, as square as they can be."""
         specs: list[ItemSpec] = []
         for index, (frames, tokens) in enumerate(sizes):
             short = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
@@ -453,16 +401,6 @@ def frame_size(item: ItemSpec) -> tuple[int, int]:
     """Height and width of an item's frames, in patches."""
     signature: Any = item.signature
     return signature[1], signature[2]
-
-
-def _videos(tokens: int, longest: int, frames: int, items: int) -> list[tuple[int, int]]:
-    """(frames, tokens of a frame) of videos with `tokens` tokens in all, or as near as fits."""
-    for count in range(-(-tokens // longest), frames + 1):
-        if count and tokens % count == 0:
-            return [(count, tokens // count)]
-    count = min(tokens // longest, frames)
-    rest = min(longest, tokens - count * longest)
-    return [(count, longest)] + [(1, rest)] * (items > 1 and count < frames)
 
 
 def _tiny() -> Qwen3OmniMoeVisionEncoderConfig:

@@ -16,14 +16,9 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from graphhal.adapters import qwen3_omni_vision, sample_files
-from graphhal.adapters.qwen3_omni_vision import (
-    LARGE_FRAMES,
-    MAX_FRAME_PATCHES,
-    SMALL_FRAME_PATCHES,
-    Qwen3OmniVision,
-    Qwen3OmniVisionFactory,
-)
+from graphhal.adapters import frame_ladders, sample_files
+from graphhal.adapters.frame_ladders import LARGE_FRAMES, MAX_FRAME_PATCHES, SMALL_FRAME_PATCHES
+from graphhal.adapters.qwen3_omni_vision import Qwen3OmniVision, Qwen3OmniVisionFactory
 from graphhal.adapters.sample_files import sample_photograph
 from graphhal.adapters.token_ladder import token_budgets
 from graphhal.errors import InputError, SettingsError
@@ -385,7 +380,7 @@ def test_a_frame_beyond_the_baked_bound_runs_eagerly(tower):
 
 def test_capture_and_guard_share_the_frame_bound(tower, monkeypatch):
     adapter, _ = tower
-    monkeypatch.setattr(qwen3_omni_vision, "MAX_FRAME_PATCHES", 64)
+    monkeypatch.setattr(frame_ladders, "MAX_FRAME_PATCHES", 64)
     capacity = capacity_of(adapter, "video", 64)
     assert capacity.sequences["cu_seqlens"].max_seqlen == 64
     assert capacity.misfit((video(adapter, 1, 8, 10),)) is MissReason.SEQUENCE_TOO_LONG
