@@ -251,6 +251,14 @@ def test_padding_that_needs_more_sequences_than_slots_is_a_miss():
     assert capacity(8, slots=4, longest=4).misfit(group(2)) is None
 
 
+def test_padding_that_gives_every_spare_slot_a_row_leaves_none_empty():
+    # 1 sequence and 4 rows of padding; 3 windows and the same.
+    assert capacity(8, slots=5, windows=7).misfit(group(6), allow_empty=False) is None
+    for slots, windows in ((6, 7), (5, 8)):
+        found = capacity(8, slots=slots, windows=windows).misfit(group(6), allow_empty=False)
+        assert found is MissReason.EMPTY_SLOT
+
+
 def test_rows_beyond_the_input_are_a_miss_though_their_sequences_fit():
     graph = Capacity(GraphKey("toy", "image", 64), 8, 64, 8, {FULL: SequenceBound(64, 8, 64)})
     item = ItemSpec(0, "image", 10, 5, {FULL: (10,)}, signature=10)
