@@ -48,7 +48,8 @@ class Boundaries:
             previous = end
         if previous > _INT32_MAX:
             raise BoundariesError(f"ends must fit int32 ({_INT32_MAX}); the last one is {previous}")
-        if _as_int(self.spare_slots, "spare_slots") < 0:
+        object.__setattr__(self, "spare_slots", _as_int(self.spare_slots, "spare_slots"))
+        if self.spare_slots < 0:
             raise BoundariesError(f"spare_slots must be 0 or more, not {self.spare_slots}")
 
     @classmethod

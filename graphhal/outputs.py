@@ -10,7 +10,7 @@ from graphhal.items import ItemSpec
 
 
 def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The levels of a forward: (tokens, width) each, of equal tokens and dtype.
+    """The levels of a forward: (tokens, width) each, of equal tokens and of one real dtype.
 
     Raises:
         AdapterError: not a tensor or a sequence of such tensors.
@@ -19,7 +19,10 @@ def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
     levels = tuple(listed) if isinstance(listed, list | tuple) else (listed,)
     tensors = bool(levels) and all(isinstance(level, torch.Tensor) for level in levels)
     if not tensors or any(
-        level.dim() != 2 or len(level) != len(levels[0]) or level.dtype != levels[0].dtype
+        level.dim() != 2
+        or len(level) != len(levels[0])
+        or level.dtype != levels[0].dtype
+        or level.is_complex()  # tokens are compared with eager, and handed on, as real numbers
         for level in levels
     ):
         shown = [
@@ -29,7 +32,8 @@ def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
             for level in levels
         ]
         raise AdapterError(
-            f"a forward returns (tokens, width) tensors of equal tokens and dtype, got {shown}"
+            "a forward returns (tokens, width) tensors of equal tokens and of one real dtype, got "
+            f"{shown}"
         )
     return levels
 

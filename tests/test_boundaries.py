@@ -132,6 +132,11 @@ def test_spare_slots_are_a_count(spare):
         Boundaries((4,), spare)
 
 
+def test_counts_of_any_integer_kind_are_kept_as_host_ints():
+    found = Boundaries(np.array([4, 9], np.int32), np.uint8(2))
+    assert list(map(type, (*found.ends, found.spare_slots))) == [int] * 3
+
+
 @pytest.mark.parametrize("bad", [0, -3])
 def test_lengths_below_one_are_refused(bad):
     with pytest.raises(BoundariesError, match=rf"^length 1 is {bad}; a sequence has 1 row or more"):

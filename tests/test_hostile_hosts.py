@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from graphhal import EncoderGraphs, Settings
+from graphhal import EncoderGraphs, Settings, testing
 from graphhal.adapter import BufferSpec, EncoderAdapter
 from graphhal.adapters.covo_audio import CovoAudioFactory
 from graphhal.adapters.siglip import SiglipFactory
@@ -30,6 +30,7 @@ from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey, MissReason, Planner
 from graphhal.self_check import Difference
 from graphhal.settings import Policy, SelfCheck
+from graphhal.testing import toy_encoder
 from tests.toy_encoder import WINDOWED, ToyEncoder, images, request
 
 
@@ -53,6 +54,14 @@ def test_a_default_device_of_the_host_takes_no_tensor_of_the_engine(platform):
     for output, want in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, want)
     assert graphs.stats()["hits"] == {"image": 3}
+
+
+def test_the_conformance_suite_runs_under_a_default_device_of_the_host():
+    toy_encoder._weights.cache_clear()
+    with torch.device("meta"):
+        asked = ["replay_sees_new_pixels", "attention_takes_strided_rows"]
+        results = list(testing.run(testing.open_subject("cpu"), asked))
+    assert [(result.outcome, result.detail) for result in results] == [("passed", "")] * 2
 
 
 class RowByRow(EncoderAdapter):

@@ -92,6 +92,7 @@ def test_one_tensor_is_one_level():
         [torch.zeros(3)],
         torch.zeros(3),
         torch.zeros(1, 3, 2),
+        torch.zeros(3, 2, dtype=torch.complex64),
         [torch.zeros(3, 2), torch.zeros(4, 2)],
         [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.float64)],
         None,

@@ -55,7 +55,7 @@ def _attend(subject: Subject, scale: float, strided: bool, unused_rows: int, wha
     ends = Boundaries.from_lengths(lengths)
     rows = ends.rows + unused_rows
     draw = torch.Generator().manual_seed(3)
-    fused = torch.randn(rows, 3, HEADS, HEAD_DIM, generator=draw).to(subject.dtype)
+    fused = torch.randn(rows, 3, HEADS, HEAD_DIM, generator=draw, device="cpu").to(subject.dtype)
     fused[ends.rows :] = float("nan")
     device = fused.to(subject.device)
     query, key, value = device.unbind(1)

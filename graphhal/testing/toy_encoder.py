@@ -198,7 +198,8 @@ class ToyEncoder(EncoderAdapter):
         """A seeded request; an int is an item of that many rows."""
         toys = [ToyItem(item) if isinstance(item, int) else item for item in items]
         draw = torch.Generator().manual_seed(seed)
-        pixels = torch.randn(sum(toy.rows for toy in toys), PIXELS, generator=draw)
+        rows = sum(toy.rows for toy in toys)
+        pixels = torch.randn(rows, PIXELS, generator=draw, device="cpu")
         return {"pixels": pixels, "items": toys}
 
     def example(self, items: Sequence[ItemSpec], seed: int) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def _weights() -> dict[str, torch.Tensor]:
     shapes |= {f"{name}_{layer}": (WIDTH, WIDTH) for name in _PROJECTIONS for layer in "12"}
     shapes |= {f"level_{level}": (ROWS_PER_TOKEN * WIDTH, LEVEL_WIDTH) for level in "12"}
     return {
-        name: torch.randn(shape, generator=draw) * shape[0] ** -0.5
+        name: torch.randn(shape, generator=draw, device="cpu") * shape[0] ** -0.5
         for name, shape in shapes.items()
     }
 
