@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PixtralVisionConfig, PixtralVisionModel, PreTrainedConfig
 
-from graphhal.adapters.transformers_attention import use_packed_attention
+from graphhal.adapters.transformers_attention import packed_attention_of, use_packed_attention
 from graphhal.errors import AdapterError
 
 WIDTH, HEADS = 32, 4
@@ -48,11 +48,25 @@ def one_by_one(tower: nn.Module) -> torch.Tensor:
     return torch.cat([encode(tower, part) for part in rows().split(LENGTHS, dim=1)], dim=1)
 
 
-def test_every_sequence_is_attended_to_alone(platform_stub):
+@pytest.mark.parametrize("scaling", [0.1, None])
+def test_every_sequence_is_attended_to_alone(platform_stub, scaling):
     tower = layers()
+    for layer in tower.layers:
+        layer.attention.scaling = scaling
     expected = one_by_one(tower)
     use_packed_attention(tower, platform_stub.info.attention)
     torch.testing.assert_close(packed(tower), expected)
+
+
+def test_every_module_has_the_attention_that_it_was_given(platform_stub):
+    def other(*arguments: object) -> torch.Tensor:
+        raise AssertionError("of another module")
+
+    first, second = layers(), layers()
+    use_packed_attention(first, platform_stub.info.attention)
+    use_packed_attention(second, other)
+    found = [packed_attention_of(tower) for tower in (first, second, layers())]
+    assert found == [platform_stub.info.attention, other, None]
 
 
 @pytest.mark.parametrize(
