@@ -150,7 +150,7 @@ def _captured(
         workspaces[signature] = operator.workspace(arguments, ends)
     out, lse = torch.empty_like(query), query.new_empty(1, dtype=torch.float32)
     full = {**arguments, "workspace": workspaces[signature], "out": [out, lse]}
-    stream = npu.current_stream(query.device)
+    stream = npu.current_stream()
     flag = npu.ExternalEvent()
     flag.wait(stream)
     flag.reset(stream)

@@ -337,8 +337,11 @@ def test_layers_share_a_workspace_only_where_their_shapes_agree(
             key, forward, {"cu_seqlens": cu_seqlens}, packed, out, given, 1, None, device
         )
     )
+    places = [task._arguments["workspace"].data_ptr() for task in graph.handle.updates.tasks]
     platform.release([graph])
     assert sized == first
+    assert places[: len(first)] == places[len(first) :]
+    assert len(set(places)) == len(first)
 
 
 def test_a_tower_lives_on_another_device_than_the_current_one(processes: Processes) -> None:
