@@ -18,14 +18,16 @@ at::Tensor heads_first(const at::Tensor &packed, int64_t from, int64_t to, int64
 }
 
 aclError attend(const aclTensor *q, const aclTensorList *k, const aclTensorList *v, const aclIntArray *q_ends,
-                const aclIntArray *kv_ends, int64_t heads, double scale, const char *layout, const aclTensor *out,
-                uint64_t *workspace, aclOpExecutor **executor) {
+                const aclIntArray *kv_ends, int64_t heads, double scale, const char *layout, int64_t kv_heads,
+                const aclTensor *out, uint64_t *workspace, aclOpExecutor **executor) {
   *workspace = 1024;
   *executor = nullptr;
   if (std::string(layout) != "TND") return 0;  // no kernel: the launch names the operator
   if (!q_ends || !kv_ends || q_ends->values.empty() || q_ends->values.size() != kv_ends->values.size())
     return fail(ACL_ERROR_INVALID_PARAM, "TND attention needs actual_seq_lengths for q and kv");
   at::Tensor query = kept(q), key = kept(k->tensors[0]), value = kept(v->tensors[0]), target = kept(out);
+  if (query.size(1) != heads || key.size(1) != (kv_heads ? kv_heads : heads))
+    return fail(ACL_ERROR_INVALID_PARAM, "queries or keys have other heads than the numbers say");
   Ints q_rows = kept(q_ends), kv_rows = kept(kv_ends);
   int64_t before = 0;
   for (int64_t end : q_rows) {
@@ -58,14 +60,15 @@ aclError attend(const aclTensor *q, const aclTensorList *k, const aclTensorList 
   T q, const aclTensorList *k, const aclTensorList *v, T, T, const aclIntArray *q_ends,                        \
       const aclIntArray *kv_ends, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, T, const aclIntArray *, T, T, T
 #define NUMBERS                                                                                                \
-  int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t, int64_t, int64_t, int64_t, int64_t
+  int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t kv_heads, int64_t, int64_t, int64_t, int64_t
 #define RESULTS T out, T, uint64_t *workspace, aclOpExecutor **executor
 #define ATTENTION(version, ...)                                                                                \
   __attribute__((used)) int aclnnFusedInferAttentionScore##version##GetWorkspaceSize(__VA_ARGS__) {            \
-    return attend(q, k, v, q_ends, kv_ends, heads, scale, layout, out, workspace, executor);                   \
+    return attend(q, k, v, q_ends, kv_ends, heads, scale, layout, kv_heads, out, workspace, executor);         \
   }                                                                                                            \
   __attribute__((used)) int aclnnFusedInferAttentionScore##version##GetMaxWorkspaceSize(__VA_ARGS__) {         \
-    (void)q, (void)k, (void)v, (void)q_ends, (void)kv_ends, (void)heads, (void)scale, (void)layout, (void)out; \
+    (void)q, (void)k, (void)v, (void)q_ends, (void)kv_ends, (void)heads, (void)scale, (void)layout;            \
+    (void)kv_heads, (void)out;                                                                                 \
     *workspace = 4096;                                                                                         \
     *executor = nullptr;                                                                                       \
     return 0;                                                                                                  \

@@ -153,7 +153,7 @@ def _captured(
     stream = npu.current_stream()
     flag = npu.ExternalEvent()
     flag.wait(stream)
-    flag.reset(stream)
+    flag.reset(stream)  # in torch_npu 2.13 the wait clears it by itself
     npu.graph_task_group_begin(stream)
     try:
         operator.operator.out(**full, **operator.ends(ends))

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from graphhal.boundaries import Boundaries
 from graphhal.npu.attention import attention
+from graphhal.npu.fused_attention import FusedAttention
 from graphhal.plan import GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, Platform
 from tests.ascend_simulated import simulator
@@ -120,6 +121,23 @@ def test_only_what_is_too_narrow_for_the_kernel_is_copied(
     platform.release([Tower(platform, device, heads).graph])
     kernels = trace.matching("^capture model=.* aclnn(ConstantPad|.*Copy)")
     assert len(kernels) == copies + len(SETS)  # and one of each layer's result
+
+
+def test_the_kernel_gets_rows_that_lie_one_behind_another(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulator's takes any strides; a chip's may not."""
+    usual, given = FusedAttention.arguments, []
+
+    def arguments(operator: Any, *tensors: Any) -> dict[str, Any]:
+        given.extend(tensor.is_contiguous() for tensor in tensors[:3])
+        return usual(operator, *tensors)
+
+    monkeypatch.setattr(FusedAttention, "arguments", arguments)
+    for dim in (64, 40):
+        parts = torch.zeros(8, 3, 2, dim, device=device).unbind(1)
+        attention(*parts, torch.tensor([0, 8]), 8, 0.25)
+    assert given == [True] * 6
 
 
 @pytest.mark.parametrize(

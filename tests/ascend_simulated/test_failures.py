@@ -15,11 +15,12 @@ import torch
 from graphhal.errors import (
     CaptureError,
     HostReadError,
+    ReplayError,
     ResourceExhaustedError,
     UnsupportedOperationError,
 )
 from graphhal.npu import acl_errors, plugin, recording
-from graphhal.platform import CapturedGraph, CaptureRequest, Platform, Unavailable
+from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate, Platform, Unavailable
 from graphhal.runner import EncoderGraphs
 from tests.ascend_simulated import simulator
 from tests.ascend_simulated.direct_request import a_request
@@ -118,6 +119,31 @@ def test_a_failure_at_every_call_of_a_replay_is_served_eagerly(platform: Platfor
             simulator.arm()
             assert_equal(outputs, expected, torch.float32)
             serves(tower, 1)
+
+
+def test_what_the_runtime_refuses_within_a_step_is_typed_by_the_step(platform: Platform) -> None:
+    tower = twins("toy", platform, self_check="off")
+    tower.graphs.capture()
+    graph, request = a_graph(tower), a_graph(tower).request
+    update = HostUpdate(request.boundaries, torch.zeros_like(request.packed).cpu())
+    torch.npu.synchronize()
+    with platform.step("replay", graph, request.inputs, update.boundaries):
+        platform.update_boundaries(graph, update)
+    simulator.arm("aclmdlRIExecuteAsync:1:507011")
+    with (
+        pytest.raises(ReplayError, match=rf"^{re.escape(str(graph.key))}: replay failed: .*507011"),
+        platform.step("replay", graph, request.inputs, update.boundaries),
+    ):
+        platform.replay(graph)
+    simulator.arm("aclrtSynchronizeStreamWithTimeout:2:507011")
+    with (
+        pytest.raises(CaptureError, match=r"^eager reference failed: .*507011"),
+        platform.step("reference", None, request.inputs, {}),
+    ):
+        request.output.fill_(0)
+    simulator.arm()
+    serves(tower)
+    tower.graphs.clear()
 
 
 @pytest.mark.parametrize(
