@@ -249,8 +249,10 @@ def test_poison_reaches_the_memory_that_replays_leave_free(platform: Platform) -
     assert addresses
     for address in addresses:
         ctypes.memset(address, 0, 64)
+    reserved = torch.npu.memory_reserved()
     entry.graph.poison()
     torch.npu.synchronize()
+    assert torch.npu.memory_reserved() == reserved
     assert all(ctypes.string_at(address, 64) == b"\xff" * 64 for address in addresses)
     request = random_request(tower.graphs.adapter, random.Random(14))
     assert_equal(tower.graphs.run(request), tower.expected(request), torch.float32)
