@@ -110,6 +110,23 @@ def test_the_encoder_itself_still_equals_the_ordinary_one(towers: tuple[Any, Any
     torch.testing.assert_close(features(adapter.encoder, request), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "bound", "fused"), [(None, 7, 2), (None, None, 0), ("sdpa", 7, 0)]
+)
+def test_only_packed_attention_with_a_bound_turns_together(
+    towers: tuple[Any, Any], chosen: str | None, bound: int | None, fused: int
+) -> None:
+    adapter, ordinary = towers
+    attention, theirs = adapter.encoder.blocks[0].attn, ordinary.blocks[0].attn
+    attention.config._attn_implementation = chosen or attention.config._attn_implementation
+    rows, angles = torch.randn(7, 64), torch.randn(7, 8).repeat(1, 2)
+    call = torch.tensor([0, 3, 7], dtype=torch.int32), (angles.cos(), angles.sin())
+    with Operators() as operators:
+        found = attention(rows, *call, max_seqlen=bound)
+    assert operators.names.count("addcmul_") == fused
+    torch.testing.assert_close(found, theirs(rows, *call), rtol=1e-5, atol=1e-5)
+
+
 def test_hooks_of_the_layers_run(towers: tuple[Any, Any]) -> None:
     adapter, _ = towers
     attention = adapter.encoder.blocks[0].attn
