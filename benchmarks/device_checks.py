@@ -815,6 +815,27 @@ def outer_capture() -> str:
 
 
 @check
+def outer_capture_survives_a_release() -> str:
+    with ladder(64) as made:
+        data = random_rows(64, 5)
+        made.run(64, data, [64])
+        outer, cell = torch.cuda.CUDAGraph(), torch.zeros(4, device=DEVICE)
+        with torch.cuda.graph(outer, capture_error_mode="thread_local"):
+            cell.add_(1)
+            made.plugin.graphhal_release(list(made.graphs.values()))
+            gc.collect()
+            cell.add_(1)
+        outer.replay()
+        torch.cuda.synchronize()
+        expect(cell.tolist() == [2.0] * 4, f"the outer graph computed {cell.tolist()}")
+        del outer
+    with ladder(64) as again:  # what was kept is destroyed here
+        error = distance(again.run(64, data, [64]), plain(again, data, [64]))
+    expect(error < 1e-2, f"relative error {error:.1e} after it")
+    return "graphs that are released within another capture are destroyed later"
+
+
+@check
 def captures_while_another_thread_copies() -> str:
     stop, copies, errors = threading.Event(), [0], []
 

@@ -29,6 +29,8 @@ _EXEC_BYTES = 64 * 2**20  # beyond what a graph needs to launch, another process
 _capturing = threading.RLock()  # PyTorch allows one capture at a time in a process
 _recordings: "weakref.WeakSet[Recording]" = weakref.WeakSet()
 _abandoned: list[Any] = []
+_postponed: "list[Recording]" = []
+"""Released within a capture of the caller's, which a wait for the device would end."""
 
 
 class Recording:
@@ -63,7 +65,10 @@ class Recording:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit anything may be gone
-            self.close()
+            if self._graph is not None and torch._C._cuda_isCurrentStreamCapturing():
+                _postponed.append(self)
+            else:
+                self.close()
 
 
 def capture(
@@ -105,6 +110,7 @@ def _capture_in(
             f"{request.key}: an eager call left tensors in the graph pool (see the log), so it "
             "takes no more graphs. Capture again after clear()"
         )
+    _destroy(())
     caller = pool.current()
     pool.open()
     try:
@@ -279,12 +285,26 @@ def _close(output: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def release(graphs: Sequence[CapturedGraph]) -> None:
-    """Destroy graphs and, with the last one of a pool, give its memory back. Safe twice."""
+    """Destroy graphs and, with the last one of a pool, give its memory back. Safe twice.
+
+    Within a capture of the caller's they are kept, and destroyed with what is released or captured
+    next.
+    """
     recordings: list[Recording] = []
     for graph in graphs:
         recording, graph.handle = graph.handle, None
         if recording is not None:
             recordings.append(recording)
+    if recordings and torch._C._cuda_isCurrentStreamCapturing():
+        _postponed.extend(recordings)
+    else:
+        _destroy(recordings)
+
+
+def _destroy(released: Sequence[Recording]) -> None:
+    """Destroy these graphs, and those that were released earlier and kept."""
+    postponed = [_postponed.pop() for _ in range(len(_postponed))]
+    recordings = [*released, *postponed]
     for index in {recording.pool.index for recording in recordings}:
         try:
             torch.cuda.synchronize(index)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from graphhal.errors import ReplayError
+from graphhal.errors import CaptureError, ReplayError
 from graphhal.platform import CapturedGraph, StepKind
 from graphhal.stream_capture.pool import EagerScope, GraphPool, PlainScope, ReplayScope, pools
 
@@ -15,6 +15,9 @@ def step(
     """Scope of one replay or eager call; None where a replay may not happen now.
 
     A reference runs outside the pool: what it takes can be given back, and the pool does not grow.
+
+    Raises:
+        CaptureError: a reference, and the current stream is captured: what starts up waits.
     """
     outer = torch._C._cuda_isCurrentStreamCapturing()
     if kind == "replay":
@@ -25,6 +28,10 @@ def step(
             with pool.lock:
                 pool.look_for_leftovers()
         return None if pool.leaked else pool.replay_scope
+    if kind == "reference" and outer:
+        raise CaptureError(
+            "another capture runs on the current stream, and start-up would end it; ask outside"
+        )
     device = next((tensor.device for tensor in inputs.values()), None)
     if device is None or device.index is None:
         device = torch.device("cuda", torch._C._cuda_getDevice())

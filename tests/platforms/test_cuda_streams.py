@@ -467,6 +467,42 @@ def test_no_replay_inside_an_outer_capture(fake):
         scope.empty((2,), torch.float32)
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_capture_of_the_callers_survives_a_release(fake, dropped):
+    """A wait for the device, or a graph that is destroyed, would end it: both come later."""
+    graph = captured(fake)
+    outer = fake.capturing[0] = SimpleNamespace(invalid=False)
+    if dropped:
+        del graph
+        gc.collect()
+    else:
+        plugin.graphhal_release([graph])
+    assert not outer.invalid
+    assert not any(line.startswith("reset") for line in fake.log)
+    del fake.capturing[0]
+    again = captured(fake)
+    assert sum(line.startswith("reset") for line in fake.log) == 1
+    plugin.graphhal_release([again])
+    assert sum(line.startswith("reset") for line in fake.log) == 2
+    assert fake.log.count("pool died with 0 users") == 2
+
+
+def test_what_was_released_within_a_capture_goes_with_the_next_release(fake):
+    first, second = captured(fake), captured(fake)
+    fake.capturing[0] = SimpleNamespace(invalid=False)
+    plugin.graphhal_release([first])
+    del fake.capturing[0]
+    plugin.graphhal_release([second])
+    assert sum(line.startswith("reset") for line in fake.log) == 2
+
+
+def test_nothing_starts_up_within_a_capture_of_the_callers(fake):
+    outer = fake.capturing[0] = SimpleNamespace(invalid=False)
+    with pytest.raises(CaptureError, match=r"^another capture runs on the current stream"):
+        plugin.graphhal_step("reference", None, {}, {})
+    assert not outer.invalid
+
+
 def test_an_error_inside_a_step_releases_the_pool(fake):
     graph = captured(fake)
     with pytest.raises(ValueError, match="bad item"), plugin.graphhal_step("replay", graph, {}, {}):
