@@ -43,7 +43,7 @@ def test_attributes_are_neither_parameters_nor_buffers_and_are_told_once():
     assert notes.attributes() == (), "the notes would keep what is replaced later"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_torchscript_keeps_its_own_counsel():
     notes = ModuleNotes([torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))])

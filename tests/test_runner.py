@@ -1358,7 +1358,7 @@ def test_what_a_forward_keeps_by_size_lives_as_long_as_the_graph_that_reads_it(p
     assert not any(ref() is not None for ref in made[16]), "a smaller one took its place"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_torchscript_whose_weights_nobody_sees_runs_eagerly(platform):
     class Scripted(ToyEncoder):
