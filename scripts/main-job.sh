@@ -5,5 +5,6 @@ set -eu
 cd "$(dirname "$0")/.."
 VENV="${VENV:-.venv}"
 [ -x "$VENV/bin/python" ] || "${PYTHON:-python3}" -m venv "$VENV"
+echo "installing into $VENV, which takes a minute or two"
 "$VENV/bin/python" -m pip install -q --no-compile -c constraints.txt -e ".[cpu,bench]"
 exec "$VENV/bin/graphhal" bench --platform cpu --preset tiny --report report.html "$@"

@@ -300,7 +300,8 @@ def test_a_file_that_cannot_be_decoded_is_named(
         path.write_bytes(content)
     result = run("bench", *QUICK, "--tower", tower, option, path)
     assert result.exit_code == 1
-    assert re.search(r"error: item 0: .*broken.* cannot be decoded", result.stderr, re.DOTALL)
+    said = r"no such\s+file" if content is None else r"cannot\s+be\s+decoded"
+    assert re.search(rf"error: item 0: .*broken.*{said}", result.stderr, re.DOTALL)
 
 
 def test_check_compares_every_graph() -> None:

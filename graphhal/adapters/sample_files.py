@@ -5,6 +5,7 @@ import mimetypes
 from collections.abc import Iterable, Iterator
 from math import ceil, gcd
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def read_image(path: Path, item: int) -> Image.Image:
     Raises:
         InputError: no such file, not a picture, or one of unknown range.
     """
-    _refuse_pipe(path, item)
+    _refuse_no_file(path, item)
     try:
         # By its path Pillow would map a plain TIFF, and turn it wrongly.
         with path.open("rb") as file, Image.open(file) as image:
@@ -123,7 +124,7 @@ def read_film(path: Path, item: int, frames_per_second: float, most: int) -> lis
     Raises:
         InputError: no such file, not a film, or no decoder is installed.
     """
-    _refuse_pipe(path, item)
+    _refuse_no_file(path, item)
     try:
         import av
     except ImportError as error:
@@ -171,9 +172,17 @@ def _before(seconds: float, rate: float) -> int:
     return max(0, ceil((seconds - INSTANT) * rate))
 
 
-def _refuse_pipe(path: Path, item: int) -> None:
+def _refuse_no_file(path: Path, item: int) -> None:
     """Files are read more than once, and reading a pipe that nobody writes to never ends."""
-    if path.exists() and not path.is_file() and not path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"{path}: no such file; name one that is there", item) from error
+    except (OSError, ValueError):
+        return  # who reads it says why it cannot be read
+    if S_ISDIR(mode):
+        raise InputError(f"{path} is a folder; name a file in it", item)
+    if not S_ISREG(mode):
         raise InputError(f"{path} is a pipe or a device; save what comes from it as a file", item)
 
 
@@ -183,7 +192,7 @@ def read_sound(path: Path, item: int, rate: int) -> npt.NDArray[np.float32]:
     Raises:
         InputError: no such file, not a sound file, it is empty, or it holds what is no sound.
     """
-    _refuse_pipe(path, item)
+    _refuse_no_file(path, item)
     import soundfile
     from scipy.signal import resample_poly
 

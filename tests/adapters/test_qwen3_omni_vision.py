@@ -622,6 +622,7 @@ def test_pictures_and_films_of_one_request_keep_their_places(tower, tmp_path: Pa
 def test_a_film_without_a_decoder_says_what_to_install(tower, monkeypatch, tmp_path: Path):
     adapter, _ = tower
     monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "film.mp4").touch()
     with pytest.raises(InputError, match=r"^item 0: .*film.mp4 is a film: install av"):
         FACTORY.load(adapter, [tmp_path / "film.mp4"])
 

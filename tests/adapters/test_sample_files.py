@@ -53,8 +53,12 @@ def test_rates_at_the_ends_are_resampled(tmp_path: Path, rate: int, length: int)
 
 
 def test_a_missing_clip_and_an_empty_one_are_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"No such file or directory.*pass a WAV"):
+    with pytest.raises(InputError, match=r"none.wav: no such file; name one"):
         read_sound(tmp_path / "none.wav", 0, 16_000)
+    with pytest.raises(InputError, match=r" is a folder; name a file in it"):
+        read_sound(tmp_path, 0, 16_000)
+    with pytest.raises(InputError, match=r"x.wav cannot be decoded as sound"):
+        read_sound(tmp_path / ("y" * 300 + "x.wav"), 0, 16_000)
     with pytest.raises(InputError, match=r"clip.wav holds no sample; pass"):
         read_sound(sound(tmp_path, TONE[:0]), 0, 16_000)
 
