@@ -70,7 +70,7 @@ class CaptureReport:
     num_bytes: int = 0
 
     def drop(self, key: GraphKey, reason: str) -> None:
-        """A graph that was captured is not used after all."""
+        """A graph is not used, whether it was captured or not."""
         self.captured = [line for line in self.captured if line.key != key]
         self.dropped.append(Dropped(key, reason))
 
@@ -165,12 +165,12 @@ class GraphSet:
             capacity, layout = left.pop(0)
             problem = broken.get(capacity.key, problem)
             # Agreed before a capture, too: the others would run its collectives alone.
-            problem = self._agreed(capacity.key, problem, report)
+            problem = self._agreed(capacity.key, problem)
             if problem is None and self.arena is not None:
                 problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
-                problem = self._agreed(capacity.key, problem, report)
+                problem = self._agreed(capacity.key, problem)
             if problem is not None:
-                report.dropped.append(Dropped(capacity.key, str(problem)))
+                report.drop(capacity.key, str(problem))
                 self._shrink()
                 if isinstance(problem, ResourceExhaustedError) and self.entries:
                     report.dropped += [
@@ -317,9 +317,7 @@ class GraphSet:
             raise _wrong_answer("graphhal_capture", "a CapturedGraph of so many bytes", graph)
         return graph
 
-    def _agreed(
-        self, key: GraphKey, problem: CaptureError | None, report: CaptureReport
-    ) -> CaptureError | None:
+    def _agreed(self, key: GraphKey, problem: CaptureError | None) -> CaptureError | None:
         """The problem of any rank: a graph that one rank lacks, none of them keeps."""
         if self._peers.size == 1:
             return problem
@@ -330,7 +328,6 @@ class GraphSet:
         if found is None:
             return None
         self.drop(key)
-        report.captured = [line for line in report.captured if line.key != key]
         return ResourceExhaustedError(found) if stop else CaptureError(found)
 
     def _shrink(self) -> None:

@@ -278,10 +278,14 @@ class EncoderGraphExecutor:
         own = self.refusal or f"serves {names or 'nothing'}"
         said = ranks.in_one_voice(peers, f"encoders of {self.name}", own)
         if said != own:
-            self.refusal = f"ranks differ: {said}"
-            self._served.clear()
-            self.token_budgets = []
-            log.warning("graphhal: %s runs eagerly: %s", self.name, self.refusal)
+            self._serve_nothing(f"ranks differ: {said}")
+
+    def _serve_nothing(self, reason: str, traceback: bool = False) -> None:
+        """Groups of every encoder are counted under the reason."""
+        self.refusal = reason
+        log.warning("graphhal: %s runs eagerly: %s", self.name, reason, exc_info=traceback)
+        self._served.clear()
+        self.token_budgets = []
 
     def _warmups(self) -> int:
         """As many as the operator asks for; else one, as with vLLM's own manager: the towers have
@@ -336,14 +340,12 @@ class EncoderGraphExecutor:
     def _give_up(self, reason: str) -> None:
         """The engine starts all the same, and serves this model eagerly: for good, since graphs
         that no profile counted would take the KV cache's memory."""
-        _given_up[self._model] = self.refusal = reason
-        log.warning("graphhal: %s runs eagerly: %s", self.name, reason, exc_info=True)
+        _given_up[self._model] = reason
         self._held = None
         for graphs in self._graphs():
             with suppress(Exception):
                 graphs.clear()
-        self._served.clear()
-        self.token_budgets = []
+        self._serve_nothing(reason, traceback=True)
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """Encode one group of one modality by replay; None where it must run eagerly.
