@@ -9,7 +9,8 @@ import torch
 from torch_npu import npu
 
 from graphhal.errors import CaptureError, ResourceExhaustedError
-from graphhal.npu.capture_state import put_back
+from graphhal.npu.acl_errors import capture_error
+from graphhal.npu.capture_state import direct_launches, put_back
 from graphhal.npu.graph import capture, release
 from graphhal.npu.pool import settled_bytes
 from graphhal.npu.task_update import TASK_UPDATE, lane_of
@@ -24,10 +25,14 @@ def profile_memory(requests: Sequence[CaptureRequest]) -> MemoryProfile:
     """Settled and transient bytes of capturing these requests in this order; keeps nothing.
 
     Raises:
-        CaptureError: the device hangs, or the caller is captured: nothing can be measured.
+        CaptureError: the device hangs or fails, or the caller is captured: nothing can be measured.
     """
     with TASK_UPDATE:  # nobody else captures between what is read before and after
-        return _profile(requests)
+        try:
+            with direct_launches():
+                return _profile(requests)
+        except RuntimeError as error:
+            raise capture_error(error, WHAT) from error
 
 
 def _profile(requests: Sequence[CaptureRequest]) -> MemoryProfile:

@@ -527,6 +527,36 @@ def test_a_failure_at_every_call_of_a_release_costs_nothing(platform: Platform) 
     assert recording._kept == []
 
 
+def test_a_failure_at_every_call_of_a_profile_is_typed_and_leaves_a_process_that_computes(
+    platform: Platform, device: torch.device
+) -> None:
+    request, stream = a_request(device, lambda x, out: out.copy_(x + 1)), torch.npu.current_stream()
+    ones, failed = torch.ones(2, device=device), 0
+
+    def profile() -> None:
+        torch.npu.empty_cache()
+        platform.profile_memory([request])
+
+    calls = calls_of(profile)
+    assert {"aclrtGetMemInfo", "aclrtSynchronizeDeviceWithTimeout", "aclrtRecordEvent"} <= set(
+        calls
+    )
+    for name, count in calls.items():
+        for nth in range(1, count + 1):
+            torch.npu.synchronize()
+            torch.npu.empty_cache()
+            simulator.arm(f"{name}:{nth}")
+            try:
+                platform.profile_memory([request])
+            except CaptureError:
+                failed += 1
+            simulator.arm()
+            assert torch.npu.current_stream() == stream, name
+            assert (ones * 2).tolist() == [2.0, 2.0], name
+    assert failed > len(calls) / 2
+    profile()
+
+
 def torch_option(name: str) -> bytes:
     import torch_npu
 
