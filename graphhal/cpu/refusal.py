@@ -118,10 +118,14 @@ def check_operator(
     operands: Sequence[tuple[torch.Tensor, Origin]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    seed: int,
 ) -> CaptureError | None:
-    """Why this operator cannot be captured, or None. Schema and origins decide, never values."""
+    """Why this operator cannot be captured, or None. Schema and origins decide, never values;
+    and whether the generator has still the seed that the capture began with."""
     if isinstance(op, torch._ops.HigherOrderOperator):
         return higher_order(str(op))
+    if torch.Tag.nondeterministic_seeded in op.tags and torch.initial_seed() != seed:
+        return reseeding()
     generator = kwargs.get("generator")
     if generator is not None and generator is not torch.default_generator:
         return UnsupportedOperationError(

@@ -49,9 +49,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: frozenset[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = self.on_device = self.only_checks = False
-        self._drew_random = False
-        self._snapshot = Snapshot()
-        self._snapshot_bytes = 0
+        self._drew_random, self._seed = False, torch.initial_seed()
+        self._snapshot, self._snapshot_bytes = Snapshot(), 0
         self._known = known
         self._failure: CaptureError | None = None
         self._notes = Notes()
@@ -125,7 +124,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [(tensor, self._place(tensor)) for tensor in tensors_in([args, kwargs])]
         origins = [(tensor, place.origin) for tensor, place in operands]
-        if not self.only_checks and (error := check_operator(op, origins, args, kwargs)):
+        error = check_operator(op, origins, args, kwargs, self._seed)
+        if error and not self.only_checks:
             self.refuse(error)
         static = [t for t in written(op, args, kwargs) if self._place(t).storage is None]
         reshapes, function = torch.Tag.inplace_view in op.tags, function_of(op)

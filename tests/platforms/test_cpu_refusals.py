@@ -204,6 +204,12 @@ def reseed(x: torch.Tensor) -> torch.Tensor:
     return torch.rand_like(x)
 
 
+def reseed_for_a_while(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed() + 1)
+        return torch.rand_like(x)
+
+
 def resize_output(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x], out=static_output)
 
@@ -214,6 +220,7 @@ OTHERS: dict[str, tuple[Forward, str]] = {
         "draws from a generator of its own",
     ),
     "reseeding": (reseed, "seeds the random generator"),
+    "reseeding_for_a_while": (reseed_for_a_while, "seeds the random generator"),
     "generator_seed": (
         lambda x: torch.default_generator.manual_seed(torch.initial_seed() + 1),
         "seeds the random generator",
