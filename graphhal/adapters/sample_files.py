@@ -2,6 +2,7 @@
 
 import importlib.util
 import mimetypes
+import os
 from collections.abc import Iterable, Iterator
 from math import ceil, gcd
 from pathlib import Path
@@ -96,10 +97,9 @@ def read_image(path: Path, item: int) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise InputError(f"{path} is too large a picture ({error}); scale it down", item) from error
     except (OSError, ValueError, SyntaxError) as error:
-        said = "of no known kind" if isinstance(error, UnidentifiedImageError) else error
-        raise InputError(
-            f"{path} cannot be decoded as a picture ({said}); pass a JPEG, PNG or WebP file", item
-        ) from error
+        unknown = isinstance(error, UnidentifiedImageError)
+        said = "of no known kind" if unknown else str(error)
+        raise _undecodable(path, "a picture", said, "JPEG, PNG or WebP", item) from error
     if mode in ("I", "F"):
         raise InputError(
             f"{path} holds numbers (mode {mode}) that no range makes a picture of; save it with 8 "
@@ -143,10 +143,8 @@ def read_film(path: Path, item: int, frames_per_second: float, most: int) -> lis
                 if len(kept) == most:
                     break
     except (OSError, ValueError, IndexError, av.FFmpegError) as error:
-        raise InputError(
-            f"{path} cannot be decoded as a film ({error}); pass an MP4, WebM or Matroska file",
-            item,
-        ) from error
+        said = str(getattr(error, "strerror", None) or error)
+        raise _undecodable(path, "a film", said, "MP4, WebM or Matroska", item) from error
     if not kept:
         raise InputError(f"{path} holds no frame; pass a film with pictures", item)
     return kept
@@ -178,12 +176,23 @@ def _refuse_no_file(path: Path, item: int) -> None:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(f"{path}: no such file; name one that is there", item) from error
-    except (OSError, ValueError):
-        return  # who reads it says why it cannot be read
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}); name another file", item) from error
     if S_ISDIR(mode):
         raise InputError(f"{path} is a folder; name a file in it", item)
     if not S_ISREG(mode):
         raise InputError(f"{path} is a pipe or a device; save what comes from it as a file", item)
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path} may not be read; change its permissions", item)
+
+
+def _undecodable(path: Path, what: str, said: str, kinds: str, item: int) -> InputError:
+    """Files that are cut off are told in many ways, some of them as files of another kind."""
+    return InputError(
+        f"{path} cannot be decoded as {what} ({said}): it is cut off or damaged, or of another "
+        f"kind; copy it again, or save it as {kinds}",
+        item,
+    )
 
 
 def read_sound(path: Path, item: int, rate: int) -> npt.NDArray[np.float32]:
@@ -209,13 +218,13 @@ def read_sound(path: Path, item: int, rate: int) -> npt.NDArray[np.float32]:
             item,
         ) from error
     except (OSError, soundfile.SoundFileError) as error:
-        raise InputError(
-            f"{path} cannot be decoded as sound ({getattr(error, 'error_string', error)}); pass a "
-            "WAV, FLAC or Ogg file",
-            item,
-        ) from error
+        said = str(getattr(error, "error_string", error))
+        raise _undecodable(path, "sound", said, "WAV, FLAC or Ogg", item) from error
     if samples.size == 0:
-        raise InputError(f"{path} holds no sample; pass a longer clip", item)
+        raise InputError(
+            f"{path} holds no sample; it is empty, or cut off: copy it again, or pass another",
+            item,
+        )
     if not SAMPLE_RATES[0] <= own_rate <= SAMPLE_RATES[1]:
         raise InputError(
             f"{path} has {own_rate} samples a second; {SAMPLE_RATES[0]} to {SAMPLE_RATES[1]} can "

@@ -57,10 +57,37 @@ def test_a_missing_clip_and_an_empty_one_are_told(tmp_path: Path) -> None:
         read_sound(tmp_path / "none.wav", 0, 16_000)
     with pytest.raises(InputError, match=r" is a folder; name a file in it"):
         read_sound(tmp_path, 0, 16_000)
-    with pytest.raises(InputError, match=r"x.wav cannot be decoded as sound"):
+    with pytest.raises(InputError, match=r"x.wav cannot be read .* name another"):
         read_sound(tmp_path / ("y" * 300 + "x.wav"), 0, 16_000)
-    with pytest.raises(InputError, match=r"clip.wav holds no sample; pass"):
+    with pytest.raises(InputError, match=r"clip.wav holds no sample; it is empty, or cut"):
         read_sound(sound(tmp_path, TONE[:0]), 0, 16_000)
+
+
+def test_a_file_that_is_cut_off_is_told_as_such(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "half.jpg")
+    soundfile.write(tmp_path / "half.flac", TONE, 16_000)
+    write_film(tmp_path / "half.mp4", [0.0, 0.5, 1.0], [0, 100, 200])
+    for name, read in (
+        ("half.jpg", read_image),
+        ("half.flac", partial(read_sound, rate=16_000)),
+        ("half.mp4", partial(read_film, frames_per_second=2.0, most=8)),
+    ):
+        path = tmp_path / name
+        whole = path.read_bytes()
+        for size in (len(whole) // 50, len(whole) // 2):
+            path.write_bytes(whole[:size])
+            with pytest.raises(InputError, match=rf"^item 1: .*{name} cannot.* is cut off or"):
+                read(path, item=1)
+
+
+def test_a_file_that_may_not_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sound(tmp_path, TONE)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
+    with pytest.raises(InputError, match=r"clip.wav may not be read; change its permissions"):
+        read_sound(path, 0, 16_000)
 
 
 @pytest.mark.parametrize("name", ["clip.raw", "clip.png", "clip", "clip.mp3"])
@@ -144,7 +171,7 @@ def test_a_film_of_sound_alone_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"sound.mp4 holds no frame; pass a film with pictures"):
         read_film(path, 0, 2.0, 8)
     path.write_bytes(b"no film")
-    with pytest.raises(InputError, match=r"sound.mp4 cannot be decoded .*; pass an MP4"):
+    with pytest.raises(InputError, match=r"sound.mp4 cannot be decoded as a film .* as MP4, W"):
         read_film(path, 0, 2.0, 8)
 
 
