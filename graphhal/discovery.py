@@ -324,7 +324,7 @@ def _choose(found: Sequence[FoundPlugin], wanted: str | None) -> FoundPlugin:
         problem = f"platform {wanted!r} cannot serve this process."
         if all(plugin.name != wanted.strip() for plugin in found):
             names = ", ".join(plugin.name for plugin in found) or "none is installed"
-            problem = f"no platform is called {wanted!r}; GRAPHHAL_PLATFORM takes one of: {names}."
+            problem = f"no platform is called {wanted!r}. Platforms: {names}."
         raise NoPlatformError(_tried(found, problem))
     usable = [plugin for plugin in found if plugin.usable]
     devices = [plugin for plugin in usable if not _info(plugin).reference]

@@ -149,7 +149,7 @@ def measure_input(
     ours = graphs.run(request)
     after = _counters(graphs)
     difference = Difference.between(torch.cat(ours), torch.cat(eager))
-    tolerance = allowed_difference(graphs.adapter.dtype, graphs.settings)
+    tolerance = allowed_difference(eager[0].dtype, graphs.settings)
 
     def timed(call: Callable[[Mapping[str, Any]], object]) -> float:
         synchronize(device)

@@ -16,7 +16,7 @@ CLIP_SECONDS = (1.0, 3.0)
 """Lengths of the shorter copies."""
 CLIP_RATE = 16_000
 """Hertz of the copies."""
-LABEL_LENGTH = 16
+LABEL_LENGTH = 12
 """Characters of a file's name in a label, at most."""
 
 

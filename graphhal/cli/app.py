@@ -1,7 +1,8 @@
 """The command tree; errors become one message and an exit status, never a traceback.
 
 Exit status: 0 where all is well; 1 where a result disagrees, a graph fails its check, or an error
-stopped the work; 2 where the command line itself is wrong.
+stopped the work, a file that cannot be read among them; 2 where options, on the command line or in
+the environment, ask for what is not there or cannot serve, so that no work was begun.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from graphhal.cli.check import check
 from graphhal.cli.plan import plan
 from graphhal.cli.platforms import platforms
 from graphhal.cli.screen import fail
-from graphhal.errors import GraphhalError, SettingsError
+from graphhal.errors import GraphhalError, NoPlatformError, SettingsError
 
 OPTIONAL = ("torch", "transformers", "matplotlib", "PIL", "soundfile", "scipy", "skimage")
 """Packages that a bare installation lacks: what the extra `bench` brings."""
@@ -31,8 +32,11 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except SettingsError as error:
+        except (SettingsError, NoPlatformError) as error:
             raise fail(str(error), status=2) from error
+        except typer.BadParameter as error:  # words of the library that Typer checks with
+            error.message = error.message.removeprefix("Value error, ")
+            raise
         except GraphhalError as error:
             raise fail(str(error)) from error
         except OSError as error:

@@ -147,7 +147,7 @@ def _show(machine: dict[str, Any], results: list[TowerResult]) -> None:
 
 def _row(line: InputResult) -> tuple[str | Text, ...]:
     def timing(values: Any) -> str:
-        return f"{values.median_ms:.2f} ({values.low_ms:.2f}–{values.high_ms:.2f})"
+        return f"{short(values.median_ms)} ({short(values.low_ms)}–{short(values.high_ms)})"
 
     return (
         line.label,
@@ -159,6 +159,11 @@ def _row(line: InputResult) -> tuple[str | Text, ...]:
         Text(line.served, style="" if line.served == "hit" else "yellow"),
         f"{line.padding_waste:.1%}" if line.replays else "–",
     )
+
+
+def short(milliseconds: float) -> str:
+    """To three digits, or hundredths: repeats differ by more."""
+    return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
 
 
 def parity(line: InputResult) -> str:

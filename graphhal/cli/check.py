@@ -118,7 +118,7 @@ def _compare(tower: str, graphs: EncoderGraphs, capacity: Capacity) -> Checked:
         request = graphs.adapter.example(items, seed=3)
         eager = torch.cat(graphs.run_eager(request))
         found.append(Difference.between(torch.cat(graphs.run(request)), eager))
-    allowed = allowed_difference(graphs.adapter.dtype, graphs.settings)
+    allowed = allowed_difference(eager.dtype, graphs.settings)
     wrong = [difference for difference in found if difference.exceeds(allowed)]
     cases = graphs.statistics.replays[str(capacity.key)] - before
     reason = None if cases else "no worst case was replayed"

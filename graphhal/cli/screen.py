@@ -10,6 +10,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
+from rich.box import HEAVY_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -17,6 +19,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from rich.console import JustifyMethod
 
     Advance = Callable[[int, int, object], None]
 
@@ -89,15 +93,48 @@ def print_table(
     rows: Iterable[Sequence[str | Text]],
     right: Sequence[str] = (),
 ) -> None:
-    """A titled table; columns in `right` hold numbers. Text is shown as it is, never as markup."""
-    made = Table(header_style="bold")
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    """A titled table; columns in `right` hold numbers. Text is shown as it is, never as markup.
+
+    No word is broken: where the terminal is too narrow for that, the table has no lines between
+    its columns, or is a list of its rows.
+    """
     screen = console()
     screen.print(Text(title, style="bold"), soft_wrap=True)
-    screen.print(made)
+    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    gaps = len(columns) - 1
+    for frame, lines in ((3 * gaps + 4, HEAVY_HEAD), (gaps, None)):
+        widths = _widths(columns, cells, screen.width - frame)
+        if widths is None:
+            continue
+        padding = (0, 1) if lines else (0, 1, 0, 0)
+        made = Table(box=lines, padding=padding, pad_edge=bool(lines), header_style="bold")
+        for column, width in zip(columns, widths, strict=True):
+            justify: JustifyMethod = "right" if column in right else "left"
+            made.add_column(column, width=width, justify=justify)
+        for row in cells:
+            made.add_row(*row)
+        screen.print(made)
+        return
+    for row in cells:
+        screen.print(row[0], style="bold", soft_wrap=True)
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            screen.print(Text.assemble(f"  {column}: ", cell), soft_wrap=True)
+
+
+def _widths(
+    columns: Sequence[str], rows: Sequence[Sequence[Text]], room: int
+) -> Sequence[int] | None:
+    """What each column gets of the room: its longest word at least; None where that is too much."""
+    texts = [[column, *(row[at].plain for row in rows)] for at, column in enumerate(columns)]
+    least = [
+        max(cell_len(word) for text in each for word in (text.split() or [""])) for each in texts
+    ]
+    more = [max(map(cell_len, each)) - width for each, width in zip(texts, least, strict=True)]
+    spare = room - sum(least)
+    if spare < 0:
+        return None
+    share = min(1.0, spare / max(1, sum(more)))
+    return [width + int(wanted * share) for width, wanted in zip(least, more, strict=True)]
 
 
 def say(line: str, style: str = "") -> None:

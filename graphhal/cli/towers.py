@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphhal.cli.screen import fail, warnings_of
-from graphhal.discovery import find_adapters, find_plugins, open_platform
+from graphhal.discovery import find_adapters, open_platform
 from graphhal.errors import SettingsError
 from graphhal.settings import Policy, Settings
 
@@ -86,17 +86,13 @@ def parse_options(policy: Policy | None, pairs: Sequence[str] | None) -> dict[st
 def open_with(name: str | None, options: dict[str, Any]) -> tuple[Platform, Settings]:
     """The platform of `--platform`, and settings for it.
 
-    A name that no plugin has is a mistake in the command line. On the reference platform
-    `REFERENCE_LADDER` applies; the environment and `--set` win over it.
+    On the reference platform `REFERENCE_LADDER` applies; the environment and `--set` win over it.
 
     Raises:
         SettingsError: an option is unknown or invalid.
-        NoPlatformError: the platform cannot serve this process.
+        NoPlatformError: there is no such platform, or it cannot serve this process.
     """
     settings = Settings.from_mapping(options)
-    known = [plugin.name for plugin in find_plugins(settings)] if name is not None else []
-    if name is not None and name not in known:
-        raise fail(f"no platform is called {name!r}. Platforms: {', '.join(known)}", status=2)
     platform = open_platform(name, settings)
     if platform.info.reference:
         given = settings.model_fields_set
