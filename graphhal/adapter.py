@@ -35,6 +35,10 @@ class BufferSpec:
     dtype: torch.dtype
     packed: bool = False
 
+    def __post_init__(self) -> None:
+        # A list would be unlike the shape of every array.
+        object.__setattr__(self, "shape", tuple(self.shape))
+
 
 class EncoderAdapter(ABC):
     """One encoder tower, host-independent.

@@ -31,17 +31,30 @@ _NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the static inputs of one graph lie in the two arenas."""
+    """Where the static inputs of one graph lie in the two arenas.
+
+    Attributes:
+        specs: what the adapter wants, by name.
+        adapter: its name, for errors.
+    """
 
     specs: Mapping[str, BufferSpec]
+    adapter: str = "adapter"
 
     def __post_init__(self) -> None:
         for name, spec in self.specs.items():
             if spec.packed and spec.dtype not in _NUMPY_DTYPES:
-                raise AdapterError(
+                raise self._error(
                     f"packed buffer {name!r} is {spec.dtype}, which has no NumPy dtype; "
                     f"use one of {', '.join(map(str, _NUMPY_DTYPES))}"
                 )
+            if spec.packed and not spec.shape:
+                raise self._error(
+                    f"packed buffer {name!r} has no dimension; give it the shape (1,)"
+                )
+
+    def _error(self, problem: str) -> AdapterError:
+        return AdapterError(f"{self.adapter}: {problem}")
 
     @classmethod
     def of(cls, adapter: EncoderAdapter, capacity: Capacity) -> "Layout":
@@ -54,7 +67,7 @@ class Layout:
         named = isinstance(specs, Mapping)
         if not named or not all(isinstance(spec, BufferSpec) for spec in specs.values()):
             raise wrong_answer(adapter, "buffers", "a BufferSpec for each name", specs)
-        return cls(specs)
+        return cls(specs, adapter.name)
 
     @cached_property
     def _bulk(self) -> dict[str, tuple[int, int]]:
@@ -104,15 +117,16 @@ class Layout:
         host = block.numpy()
         host[:] = 0
         if set(arrays) != set(self._packed):
-            raise AdapterError(
-                f"packed buffers are {sorted(self._packed)}, but metadata has {sorted(arrays)}"
+            raise self._error(
+                f"buffers has the packed ones {sorted(self._packed)}, but metadata and boundary "
+                f"sets are {sorted(arrays)}; name the same in both"
             )
         for name, array in arrays.items():
             spec = self.specs[name]
             start, size = self._packed[name]
             dtype = _NUMPY_DTYPES[spec.dtype]
             if not isinstance(array, np.ndarray):
-                raise AdapterError(
+                raise self._error(
                     f"metadata {name!r} must be a NumPy array, got {type(array).__name__}"
                 )
             target = host[start : start + size].view(dtype).reshape(spec.shape)
@@ -123,9 +137,10 @@ class Layout:
                 and (array.dtype == dtype or _converts(array, dtype))
             )
             if not fits:
-                raise AdapterError(
+                raise self._error(
                     f"metadata {name!r} is {array.dtype}{list(array.shape)}, which does not fit "
-                    f"{spec.dtype}{list(spec.shape)}"
+                    f"{spec.dtype}{list(spec.shape)}; return as many rows or fewer, as wide, of "
+                    "values that the dtype holds, or make buffers larger"
                 )
             target[: len(array)] = array
         return block

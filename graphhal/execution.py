@@ -1,5 +1,6 @@
 """One step of a request on the device: a replay or an eager call, with its staging and copy-out."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from graphhal.items import ItemSpec
 from graphhal.outputs import as_levels, runs, write_levels
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import HostUpdate, Platform, StepScope
+
+log = logging.getLogger(__name__)
 
 
 class OuterCaptureError(Exception):
@@ -91,6 +94,7 @@ class Execution:
         self._on_device: HostUpdate | None = None
         self._outer: list[HostUpdate] = []
         self._replaying = False
+        self._told_of: set[torch.dtype] = set()
 
     def forget(self) -> None:
         """The packed buffer no longer holds what the last replay put there."""
@@ -271,11 +275,13 @@ class Execution:
                 raise wrong_answer(adapter, "eager_inputs", "tensors by name", bulk)
             inputs.update(bulk)
             bounds = {name: bound.max_seqlen for name, bound in exact.sequences.items()}
-            levels = as_levels(adapter.forward(inputs, bounds))
+            levels = as_levels(adapter.forward(inputs, bounds), adapter.name)
+            self._heed_dtype(levels[0].dtype)
             rows = len(levels[0])
             if rows != exact.tokens:
                 raise AdapterError(
-                    f"{adapter.name} made {rows} tokens for items that should have {exact.tokens}"
+                    f"{adapter.name}: forward made {rows} tokens for items of {exact.tokens}; "
+                    "count them in item_specs as the forward makes them"
                 )
             width = sum(level.shape[1] for level in levels)
             copies = tuple(runs(items, starts))
@@ -285,7 +291,19 @@ class Execution:
                 write_levels(
                     [level[source : source + length] for level in levels],
                     group.tensor[target : target + length],
+                    adapter.name,
                 )
+
+    def _heed_dtype(self, dtype: torch.dtype) -> None:
+        """Outputs come as the forward makes them; who believes the adapter is told, once."""
+        if dtype != self._adapter.dtype and dtype not in self._told_of:
+            self._told_of.add(dtype)
+            log.warning(
+                "%s: its outputs are %s, but its dtype is %s; set that to what forward returns",
+                self._adapter.name,
+                dtype,
+                self._adapter.dtype,
+            )
 
     def _update(self, entry: Entry, update: HostUpdate) -> None:
         if self._persist and self._on_device is update:

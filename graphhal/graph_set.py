@@ -14,7 +14,7 @@ from graphhal.arena import Arena, Layout
 from graphhal.boundaries import Boundaries
 from graphhal.errors import CaptureError, PluginError, ResourceExhaustedError
 from graphhal.module_notes import ModuleNotes
-from graphhal.outputs import as_levels, write_levels
+from graphhal.outputs import write_levels
 from graphhal.peers import Peers
 from graphhal.plan import Capacity, GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile, Platform
@@ -377,7 +377,7 @@ class GraphSet:
         def forward() -> None:
             notes.take()
             with torch.no_grad():
-                write_levels(as_levels(adapter.forward(inputs, bounds)), output)
+                write_levels(adapter.forward(inputs, bounds), output, adapter.name)
 
         packed = arena.packed[: layout.packed_bytes]
         boundaries = stage(capacity, layout, inputs, packed)

@@ -9,8 +9,14 @@ from graphhal.errors import AdapterError
 from graphhal.items import ItemSpec
 
 
-def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def as_levels(
+    output: torch.Tensor | Sequence[torch.Tensor], adapter: str
+) -> tuple[torch.Tensor, ...]:
     """The levels of a forward: (tokens, width) each, of equal tokens and of one real dtype.
+
+    Args:
+        output: of the forward.
+        adapter: name of the adapter, for the error.
 
     Raises:
         AdapterError: not a tensor or a sequence of such tensors.
@@ -32,24 +38,27 @@ def as_levels(output: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
             for level in levels
         ]
         raise AdapterError(
-            "a forward returns (tokens, width) tensors of equal tokens and of one real dtype, got "
-            f"{shown}"
+            f"{adapter}: forward must return (tokens, width) tensors of equal tokens and of one "
+            f"real dtype, got {shown}; return a tensor, or a list of levels, flattened and cast"
         )
     return levels
 
 
-def write_levels(output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Copy the levels side by side into `target`, (tokens, sum of widths).
+def write_levels(
+    output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor, adapter: str
+) -> None:
+    """Copy the levels side by side into `target`, (tokens, sum of widths); `adapter` as above.
 
     Raises:
         AdapterError: the levels have other tokens or columns; a copy would broadcast one token.
     """
-    levels = as_levels(output)
+    levels = as_levels(output, adapter)
     shape = (len(levels[0]), sum(level.shape[1] for level in levels))
     if shape != target.shape:
         raise AdapterError(
-            f"the forward made {shape[0]} tokens of {shape[1]} columns, {target.shape[0]} of "
-            f"{target.shape[1]} are expected"
+            f"{adapter}: forward made {shape[0]} tokens of {shape[1]} columns, {target.shape[0]} "
+            f"of {target.shape[1]} are expected; return as many tokens as item_specs and "
+            "capacities promise, and levels of the same width at every call"
         )
     column = 0
     for level in levels:

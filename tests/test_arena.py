@@ -70,7 +70,7 @@ def test_packing_is_what_each_view_reads_zeros_behind(buffers, data):
 
 
 def pack(array: np.ndarray, dtype: torch.dtype = torch.int32, shape: tuple[int, ...] = (4,)):
-    layout = Layout({"a": BufferSpec(shape, dtype, packed=True)})
+    layout = Layout({"a": BufferSpec(shape, dtype, packed=True)}, "toy")
     return layout.pack({"a": array}, host_block(layout.packed_bytes, CPU))
 
 
@@ -89,13 +89,13 @@ def pack(array: np.ndarray, dtype: torch.dtype = torch.int32, shape: tuple[int, 
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
 def test_metadata_that_does_not_fit_names_its_buffer(array):
-    with pytest.raises(AdapterError, match=r"^metadata 'a' is "):
+    with pytest.raises(AdapterError, match=r"^toy: metadata 'a' is .* as many rows or fewer"):
         pack(array)
 
 
 @pytest.mark.parametrize("value", [[1, 2], torch.ones(2, dtype=torch.int32), None])
 def test_metadata_that_is_no_array_names_its_buffer(value):
-    with pytest.raises(AdapterError, match=r"^metadata 'a' must be a NumPy array, got "):
+    with pytest.raises(AdapterError, match=r"^toy: metadata 'a' must be a NumPy array, got "):
         pack(value)
 
 
@@ -111,13 +111,24 @@ def test_whole_numbers_fit_floating_point():
 
 @pytest.mark.parametrize("names", [(), ("a", "b", "c"), ("a", "c")])
 def test_missing_and_unknown_metadata_are_refused(names):
-    layout = Layout({n: BufferSpec((2,), torch.int32, packed=True) for n in ("a", "b")})
+    layout = Layout({n: BufferSpec((2,), torch.int32, packed=True) for n in ("a", "b")}, "toy")
     arrays = {name: np.zeros(2, np.int32) for name in names}
-    with pytest.raises(AdapterError, match=r"^packed buffers are \['a', 'b'\], but metadata has"):
+    said = r"^toy: buffers has the packed ones \['a', 'b'\], but .* the same in both$"
+    with pytest.raises(AdapterError, match=said):
         layout.pack(arrays, host_block(layout.packed_bytes, CPU))
 
 
 def test_a_packed_buffer_needs_a_dtype_of_the_host():
-    with pytest.raises(AdapterError, match=r"^packed buffer 'a' is torch\.bfloat16"):
-        Layout({"a": BufferSpec((2,), torch.bfloat16, packed=True)})
+    with pytest.raises(AdapterError, match=r"^toy: packed buffer 'a' is torch\.bfloat16"):
+        Layout({"a": BufferSpec((2,), torch.bfloat16, packed=True)}, "toy")
     assert Layout({"a": BufferSpec((2,), torch.bfloat16)}).bulk_bytes == ALIGNMENT
+
+
+def test_a_packed_buffer_needs_a_dimension():
+    with pytest.raises(AdapterError, match=r"^toy: packed buffer 'a' has no dimension; give it"):
+        Layout({"a": BufferSpec((), torch.int32, packed=True)}, "toy")
+    assert Layout({"a": BufferSpec((), torch.float32)}).bulk_bytes == ALIGNMENT
+
+
+def test_a_shape_may_be_a_list():
+    assert pack(np.ones((2, 3), np.int32), shape=[4, 3]).view(torch.int32)[:12].sum() == 6

@@ -359,7 +359,7 @@ def test_a_forward_of_another_size_under_capture_is_dropped():
     graphs = graphs_on(PlainPlugin(), Forgetful(budgets=BUDGETS))
     report = graphs.capture()
     assert sizes(report.dropped) == [8]
-    assert "AdapterError: the forward made 1 tokens" in report.dropped[0].reason
+    assert "AdapterError: toy: forward made 1 tokens" in report.dropped[0].reason
 
 
 def test_releasing_and_dropping_twice_is_harmless():

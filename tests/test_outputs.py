@@ -74,13 +74,13 @@ def test_split_gives_each_item_its_tokens(tokens):
 def test_levels_stand_side_by_side(tokens, widths):
     levels = [torch.randn(tokens, width) for width in widths]
     target = torch.full((tokens, sum(widths)), float("nan"))
-    write_levels(levels, target)
+    write_levels(levels, target, "toy")
     assert torch.equal(target, torch.cat(levels, dim=1))
 
 
 def test_one_tensor_is_one_level():
     level = torch.randn(3, 2)
-    assert as_levels(level) == (level,)
+    assert as_levels(level, "toy") == (level,)
 
 
 @pytest.mark.parametrize(
@@ -101,23 +101,23 @@ def test_one_tensor_is_one_level():
     ids=str,
 )
 def test_what_is_no_level_is_refused(output):
-    with pytest.raises(AdapterError, match=r"^a forward returns \(tokens, width\) tensors"):
-        as_levels(output)
+    with pytest.raises(AdapterError, match=r"^toy: forward must return \(tokens, width\) tensors"):
+        as_levels(output, "toy")
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_levels_of_another_width_are_refused(width):
     with pytest.raises(
-        AdapterError, match=rf"^the forward made 4 tokens of {width} columns, 4 of 2 are"
+        AdapterError, match=rf"^toy: forward made 4 tokens of {width} columns, 4 of 2 are"
     ):
-        write_levels(torch.zeros(4, width), torch.zeros(4, 2))
+        write_levels(torch.zeros(4, width), torch.zeros(4, 2), "toy")
 
 
 def test_tokens_are_never_broadcast():
-    with pytest.raises(AdapterError, match=r"^the forward made 1 tokens of 2 columns, 4 of 2 are"):
-        write_levels(torch.zeros(1, 2), torch.zeros(4, 2))
+    with pytest.raises(AdapterError, match=r"^toy: forward made 1 tokens of 2 columns, 4 of 2 are"):
+        write_levels(torch.zeros(1, 2), torch.zeros(4, 2), "toy")
 
 
 def test_what_is_no_tensor_is_told_by_its_type_not_by_its_values():
-    with pytest.raises(AdapterError, match=r"got \['dict'\]$"):
-        as_levels({"features": torch.ones(2, 3)})
+    with pytest.raises(AdapterError, match=r"got \['dict'\]; return a tensor, or a list"):
+        as_levels({"features": torch.ones(2, 3)}, "toy")

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphhal import execution, group_plans
+from graphhal.bench import measure
 from graphhal.cpu import plugin as cpu
 from graphhal.discovery import bind
 from graphhal.errors import AdapterError, InputError, RefusedError, ReplayError, SettingsError
@@ -335,8 +336,23 @@ def test_a_forward_of_more_or_fewer_tokens_is_the_adapters_fault(extra):
             return [torch.cat([x, x])[: len(x) + extra] for x in levels]
 
     graphs = EncoderGraphs(Miscounting(), plain_platform(), Settings())
-    with pytest.raises(AdapterError, match=rf"^toy made {3 + extra} tokens for items that should"):
+    with pytest.raises(
+        AdapterError, match=rf"^toy: forward made {3 + extra} tokens for items of 3; "
+    ):
         graphs.run(images(3))
+
+
+def test_a_forward_of_another_dtype_than_the_adapters_is_told_once(platform, caplog):
+    class Wider(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            return [level.double() for level in super().forward(inputs, max_seqlen)]
+
+    graphs = serve(platform, Wider())
+    outputs = graphs.run(images(3, 2))
+    assert [output.dtype for output in outputs] == [torch.float64] * 2
+    told = [line for line in caplog.messages if "outputs are" in line]
+    assert len(told) == 1
+    assert told[0].startswith("toy: its outputs are torch.float64, but its dtype is torch.float32;")
 
 
 # Policies and reasons ------------------------------------------------------------------------
@@ -1488,3 +1504,14 @@ def test_a_tower_that_is_not_where_the_platform_serves_is_named(device, told):
     with pytest.raises(AdapterError, match=told):
         EncoderGraphs(encoder, plain_platform())
     assert encoder.attention is None  # it was not prepared
+
+
+def test_bench_judges_by_the_dtype_that_outputs_have(platform, monkeypatch):
+    class Rougher(ToyEncoder):
+        def forward(self, inputs, max_seqlen):
+            return [level.bfloat16() for level in super().forward(inputs, max_seqlen)]
+
+    graphs = serve(platform, Rougher())
+    monkeypatch.setattr(measure, "SECONDS_PER_INPUT", 0.0)
+    monkeypatch.setattr(graphs, "run", lambda kw: [x * 1.01 for x in graphs.run_eager(kw)])
+    assert measure.measure_input(graphs, "toy", images(3), 3).agrees

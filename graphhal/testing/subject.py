@@ -172,7 +172,7 @@ class Subject:
         """The encoder's forward as the engine calls it eagerly: exact sizes, owned output."""
         items = encoder.item_specs(mm_kwargs)
         capacity = Capacity.of(items, GraphKey(encoder.name, "eager", 0))
-        layout = Layout(encoder.buffers(capacity))
+        layout = Layout.of(encoder, capacity)
         boundaries = capacity.boundaries(items, self.info.allow_empty)
         block = _block(encoder, layout, items, boundaries)
         inputs: dict[str, torch.Tensor] = {}
@@ -182,7 +182,7 @@ class Subject:
             bounds = {name: bound.max_seqlen for name, bound in capacity.sequences.items()}
             levels = encoder.forward(inputs, bounds)
             owned = scope.empty((capacity.tokens, 2 * LEVEL_WIDTH), self.dtype)
-            write_levels(levels, owned)
+            write_levels(levels, owned, encoder.name)
         return owned
 
     def expect_reference(
@@ -250,7 +250,7 @@ class ToyGraph:
         self.subject = subject
         self.encoder = encoder
         self.capacity = capacity
-        self.layout = Layout(encoder.buffers(capacity))
+        self.layout = Layout.of(encoder, capacity)
         self.arena = arena or self._arena()
         self.inputs = self.layout.bulk_views(self.arena.bulk)
         self.inputs |= self.layout.packed_views(self.arena.packed)
@@ -289,7 +289,7 @@ class ToyGraph:
     ) -> None:
         bounds = {name: bound.max_seqlen for name, bound in capacity.sequences.items()}
         with torch.no_grad():
-            write_levels(encoder.forward(inputs, bounds), output)
+            write_levels(encoder.forward(inputs, bounds), output, encoder.name)
 
     @property
     def output(self) -> torch.Tensor:
