@@ -1,11 +1,11 @@
 """The captured graphs of one adapter: one pool, shared arenas, largest first."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile, Plat
 from graphhal.settings import Settings
 
 log = logging.getLogger(__name__)
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 
 Progress = Callable[[int, int, GraphKey], None]
 """Called with (graphs done, graphs in all, key) after each graph."""
@@ -236,18 +239,26 @@ class GraphSet:
         stage: Stage,
     ) -> tuple[MemoryProfile, int]:
         """What the graphs of a ladder would take, captured largest first over one arena, and the
-        bytes of that arena, which such a profile does not see. Nothing is kept."""
-        planned = [(c, Layout.of(self._adapter, c)) for c in _largest_first(ladder)]
+        bytes of that arena, which such a profile does not see. Graphs without buffers or an example
+        are left out, as `capture` drops them. Nothing is kept."""
+        planned = list(_all_that_can(self._planned, _largest_first(ladder)))
         arena = self._allocate(planned, output)
         notes = ModuleNotes(self._adapter.modules())
-        requests = [self._staged_late(each, arena, stage, notes) for each in planned]
+
+        def staged(each: tuple[Capacity, Layout]) -> CaptureRequest:
+            return self._staged_late(each, arena, stage, notes)
+
         try:
+            requests = list(_all_that_can(staged, planned))
             profile = self._platform.profile_memory(requests)
         finally:
             notes.put_back()
         if not isinstance(profile, MemoryProfile):
             raise _wrong_answer("graphhal_profile_memory", "a MemoryProfile", profile)
         return profile, arena.num_bytes
+
+    def _planned(self, capacity: Capacity) -> tuple[Capacity, Layout]:
+        return capacity, Layout.of(self._adapter, capacity)
 
     def _staged_late(
         self, planned: tuple[Capacity, Layout], arena: Arena, stage: Stage, notes: ModuleNotes
@@ -392,6 +403,17 @@ class GraphSet:
             pool=self._pool,
             device=self._adapter.device,
         )
+
+
+def _all_that_can(make: Callable[[_Given], _Made], given: Iterable[_Given]) -> Iterator[_Made]:
+    """What is made of each, but for those where that fails."""
+    for each in given:
+        try:
+            made = make(each)
+        except Exception:
+            log.debug("left out of the memory profile: %s", each, exc_info=True)
+        else:
+            yield made
 
 
 def _wrong_answer(hook: str, wanted: str, got: object) -> PluginError:

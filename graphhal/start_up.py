@@ -99,17 +99,24 @@ class StartUp:
             return graphs.kept_within(self._limit(), arenas)
 
     def first_output(self, ladder: Sequence[Capacity]) -> torch.Tensor:
-        """An eager output of the smallest worst case: tells the static output's width and dtype.
+        """An eager output of the smallest graph that has an example: tells the static output's
+        width and dtype.
 
         Raises:
-            CaptureError: no graph has a worst case that fits.
+            CaptureError: there are no graphs, or the smallest has no worst case that fits, and no
+                other has an example.
+            Exception: what its example raised.
         """
+        first: Exception | None = None
         for capacity in sorted(ladder, key=_by_size):
-            items = next(self._execution.worst_cases(capacity), None)
-            if items is not None:
-                break
-        else:
-            raise CaptureError(f"no worst case of {self._adapter.name} fits any of its graphs")
+            try:
+                return self._example_output(capacity)
+            except Exception as error:  # noqa: BLE001  (raised below, where no graph does better)
+                first = first or error
+        raise first or CaptureError(f"{self._adapter.name} offers no graphs")
+
+    def _example_output(self, capacity: Capacity) -> torch.Tensor:
+        items = self._execution.fullest(capacity)
         starts = token_starts(items)
         output = GroupOutput(starts[-1])
         example = self._adapter.example(items, seed=0)
@@ -155,7 +162,7 @@ class StartUp:
             found, problem = None, None
             try:
                 self._adapter.forget()
-                output = self.first_output([capacity])
+                output = self._example_output(capacity)
                 # After the first forward: it may have made what it keeps between calls.
                 found = output, self._watch()
             except (AdapterError, CaptureError) as error:

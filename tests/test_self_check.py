@@ -470,11 +470,15 @@ def test_a_graph_too_small_for_any_item_costs_no_other():
     adapter = Failing()
     adapter.failing = "below an item"
     graphs = EncoderGraphs(adapter, plain_platform(), Settings())
+    assert graphs.output_kind() == (graphs.run(images(3))[0].shape[1], torch.float32)
+    profile = graphs.profile_memory()
+    assert [key.size for key in profile.per_graph] == [16, 8]
     report = graphs.capture()
     assert [(line.key.size, line.reason) for line in report.dropped] == [
         (4, "ZeroDivisionError: no rows")
     ]
     assert [line.key.size for line in report.captured] == [16, 8]
+    assert report.num_bytes == profile.settled_bytes
 
 
 def test_an_adapter_without_worst_cases_runs_eagerly_and_stops_no_start_up():
