@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 
+from graphhal.workspaces import take_workspaces
+
 log = logging.getLogger(__name__)
 
 StreamKey = tuple[int, int, int]
 """Stream id, device index, device type: PyTorch's name of a stream, without a stream object."""
 
-SPARE = 1 / 16
-"""Share of a pool's first piece beyond what the largest graph holds at once."""
+SPARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2)
+"""Shares of a pool's first piece beyond what the largest graph holds at once: as a rule, and those
+that are tried where its tensors do not fit the piece."""
 SCATTER = 0.02
 """Share by which a graph's memory may differ from what the largest graph's tokens make expect."""
 _SMALL_BLOCK = 2**20  # the allocator serves requests above this from another list of blocks
+_LARGE_PIECE = 20 * 2**20  # the least that the allocator takes for one of them
 pools: "list[GraphPool]" = []
 """Every pool of this process. An empty one waits here for the next owner."""
 
@@ -44,6 +48,8 @@ class GraphPool:
         device: the CUDA or HIP device, with its index.
         stream: where warm-up, capture and eager calls run.
         id: the allocator's name of the pool; None while nothing is captured.
+        spare: share of the first piece beyond what the largest graph holds at once, and of every
+            smaller graph's share of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,6 +73,8 @@ class GraphPool:
         self._mem: Any = None
         self._live: set[int] = set()
         self._largest = (0, 0)
+        self.spare = SPARES[0]
+        self._taken = 0
         self._epoch = 0
         self._warm = threading.local()
         self._streams: dict[StreamKey, torch.cuda.Stream] = {self.stream_key: self.stream}
@@ -105,6 +113,8 @@ class GraphPool:
             self._live = set()
             self.leaked = self.broken = self.unchecked = False
             self.eager_fits = True
+            self.spare = SPARES[0]
+            self._largest, self._taken = (0, 0), 0
 
     def current(self) -> StreamKey:
         """The caller's stream on this pool's device."""
@@ -156,7 +166,7 @@ class GraphPool:
     @contextlib.contextmanager
     def room_for(self, num_bytes: int, tokens: int) -> Iterator[None]:
         """For one capture on the current stream: one free piece of what the graph holds at once,
-        and `SPARE` more.
+        and a share more.
 
         Left to itself the allocator takes a piece for each large tensor, and they fit later ones
         badly: the graphs of vLLM's full-size vision tower took 1,708 MiB, with this 1,224
@@ -173,10 +183,11 @@ class GraphPool:
             tokens: of the graph.
         """
         rest, held = 0, None
-        room = num_bytes + int(SPARE * num_bytes)
+        room = num_bytes + int(self.spare * num_bytes)
+        before, made = self._large_bytes(), False
         if self.graphs == 0:
             self._largest = num_bytes, tokens
-            self._hold(room)  # and give back at once
+            made = self._hold(room) is not None  # and gives it back at once
         elif self._mem is not None and self._in_proportion(num_bytes, tokens):
             rest = max(self._free_sizes(), default=0) - room
         if rest > _SMALL_BLOCK:
@@ -185,6 +196,28 @@ class GraphPool:
             yield
         finally:
             del held
+        if made:
+            self._taken = self._large_bytes() - before
+
+    def spares_to_try(self) -> list[float]:
+        """After the first graph, where its tensors did not fit its piece, and left a part of it
+        unused: shares to begin again with, until one fits. All are of less than it took; in the
+        end, for a graph that fits none of them, comes the first one again.
+
+        An audio tower's largest graph, which holds 475 MiB at once, lacked room for one tensor of
+        242 in 504, and those of fewer clips lacked it in their shares.
+        """
+        num_bytes, _ = self._largest
+        if self.fits():
+            return []
+        larger = [share for share in SPARES[1:] if (1 + share) * num_bytes < self._taken]
+        return [*larger, SPARES[0]]
+
+    def fits(self) -> bool:
+        """Whether the first graph took no piece beside the one that was made for it."""
+        num_bytes, _ = self._largest
+        beside = self._taken - (1 + self.spare) * num_bytes
+        return beside <= max(_LARGE_PIECE, SPARES[0] * num_bytes)
 
     def _in_proportion(self, num_bytes: int, tokens: int) -> bool:
         most_bytes, most_tokens = self._largest
@@ -211,12 +244,7 @@ class GraphPool:
         """
         if getattr(self._warm, "epoch", None) == self._epoch:
             return
-        with torch.no_grad():
-            for dtype in (torch.bfloat16, torch.float32):
-                square = torch.zeros((16, 16), dtype=dtype, device=self.device)
-                torch.nn.functional.linear(square, square, square[0])
-                torch.mm(square, square)
-                del square
+        take_workspaces(self.device)
         self._warm.epoch = self._epoch
         self.remember_live()
 
@@ -258,18 +286,28 @@ class GraphPool:
             held.clear()
 
     def _free_sizes(self) -> list[int]:
-        raw = self.stream.cuda_stream
         sizes = []
-        for segment, block in self._blocks():
-            if segment.get("stream") != raw or block["state"] != "inactive":
+        for kind, state, size in self._sizes():
+            if state != "inactive":
                 continue
-            size = block["size"]
-            if segment.get("segment_type") == "small":
+            if kind == "small":
                 pieces, rest = divmod(size, _SMALL_BLOCK)
                 sizes += [_SMALL_BLOCK] * pieces + ([rest] if rest else [])
             else:
                 sizes.append(size)
         return sorted(sizes, reverse=True)
+
+    def _large_bytes(self) -> int:
+        if self._mem is None:
+            return 0
+        return sum(size for kind, _, size in self._sizes() if kind != "small")
+
+    def _sizes(self) -> Iterator[tuple[Any, str, int]]:
+        """(kind of segment, state, bytes) of every block that was taken on the pool's stream."""
+        raw = self.stream.cuda_stream
+        for segment, block in self._blocks():
+            if segment.get("stream") == raw:
+                yield segment.get("segment_type"), block["state"], block["size"]
 
     def _blocks(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """(segment, block) of the pool, each block with its address."""

@@ -116,7 +116,7 @@ def _capture_in(
     try:
         try:
             with torch.cuda.stream(pool.stream):
-                return _capture_here(request, pool, error_mode, check_replay)
+                return _capture_fitting(request, pool, error_mode, check_replay)
         finally:
             with contextlib.suppress(RuntimeError) if pool.broken else contextlib.nullcontext():
                 pool.hand_back(caller)
@@ -125,6 +125,22 @@ def _capture_in(
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()  # what warm-up left is cached for the capture stream alone
         raise
+
+
+def _capture_fitting(
+    request: CaptureRequest, pool: GraphPool, error_mode: ErrorMode, check_replay: bool
+) -> CapturedGraph:
+    """Capture; a pool's first graph once more where it does not fit the piece made for it."""
+    first = pool.graphs == 0
+    captured = _capture_here(request, pool, error_mode, check_replay)
+    for spare in pool.spares_to_try() if first else ():
+        release([captured])
+        pool.open()
+        pool.spare = spare
+        captured = _capture_here(request, pool, error_mode, check_replay)
+        if pool.fits():
+            break
+    return captured
 
 
 def _capture_here(

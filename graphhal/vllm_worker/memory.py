@@ -32,6 +32,7 @@ from graphhal.plan import GraphKey
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import SelfCheck, Settings
+from graphhal.workspaces import take_workspaces
 
 log = logging.getLogger(__name__)
 
@@ -302,10 +303,15 @@ def _settle() -> None:
 
 
 def capture_all(model: Any, encoders: Sequence[EncoderGraphs], limit: int | None = None) -> Taken:
-    """Capture every graph, and log how far the estimate was off; arguments as for `sample`."""
+    """Capture every graph, and log how far the estimate was off; arguments as for `sample`.
+
+    Workspaces of the stream that vLLM captures on are its own: its graphs need them as well.
+    """
     profile = _profiled.get(model)
     expected = 0 if profile is None else profile.estimate
     free = _meter(encoders[0].platform) if encoders else None
+    if free is not None:
+        take_workspaces(encoders[0].adapter.device)
     _settle()
     before, reserved = 0 if free is None else free(), _reserved()
     used = 0

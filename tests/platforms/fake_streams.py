@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphhal import workspaces
 from graphhal.stream_capture import pool as pool_module
 from graphhal.stream_capture import recording, steps
 
@@ -27,7 +28,7 @@ Clock = dict[int, int]
 def install(monkeypatch: Any, cleans_up: bool = False) -> "FakeTorch":
     """Let the mechanism see a fresh fake device."""
     made = FakeTorch(cleans_up)
-    for module in (pool_module, recording, steps):
+    for module in (pool_module, recording, steps, workspaces):
         monkeypatch.setattr(module, "torch", made)
     pools: list[Any] = []
     monkeypatch.setattr(pool_module, "pools", pools)

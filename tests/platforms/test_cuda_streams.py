@@ -23,6 +23,7 @@ from graphhal.errors import (
 )
 from graphhal.plan import GraphKey
 from graphhal.platform import CapturedGraph, CaptureRequest, HostUpdate
+from graphhal.stream_capture import pool as pool_module
 from graphhal.stream_capture.failure import explained
 from tests.platforms.fake_streams import install
 
@@ -167,6 +168,78 @@ def test_a_smaller_graph_gets_its_share_of_the_piece_and_the_rest_is_held_meanwh
 )
 def test_a_graph_that_needs_the_piece_or_lies_otherwise_in_it_gets_it_whole(fake, peaks, tokens):
     assert of_two_graphs(fake, [170], peaks, tokens) == []
+
+
+MIB = 2**20
+
+
+def lacking_room(fake, peak: int, needs: float, lacks: int = 240, workspace: int = 0):
+    """A forward that holds `peak` at once, and takes `lacks` besides from the allocator where the
+    free piece that it finds is of less than `needs`; and the pieces that it found. MiB."""
+    found: list[float] = []
+
+    def forward() -> None:
+        pool = pool_module.pools[-1]
+        stream = pool.stream.cuda_stream
+        pieces = fake.free.setdefault(pool.id, [("large", workspace * MIB, stream)])
+        fake.peak = fake.allocated + peak * MIB
+        fake.log.append("forward")
+        if capturing(fake):
+            asked = [line for line in fake.log if "bytes=" in line]
+            found.append(int(asked[-1].rpartition("=")[2]) / MIB if asked else 0)
+            sizes = [found[-1] or peak, *([lacks] if found[-1] < needs else [])]
+            pieces += [("large", int(size * MIB), stream) for size in sizes]
+
+    return forward, found
+
+
+@pytest.mark.parametrize(
+    ("peak", "needs", "lacks", "workspace", "pieces"),
+    [
+        (480, 0, 240, 0, [510]),
+        (480, 0, 240, 64, [510]),  # what was there before is not the graph's
+        (480, 640, 240, 0, [510, 540, 600, 660]),
+        (480, 9999, 240, 0, [510, 540, 600, 660, 720, 510]),  # it took 750
+        (480, 9999, 100, 0, [510, 540, 600, 510]),
+        (480, 9999, 29, 0, [510]),  # a larger piece would be of more than it took
+        (32, 9999, 18, 0, [34]),  # less than the allocator takes at the least
+    ],
+)
+def test_a_first_graph_that_lacks_room_in_its_piece_begins_again_with_a_larger_one(
+    fake, peak, needs, lacks, workspace, pieces
+):
+    """The clips of a server's audio tower took 202 MiB more, of 746, with one graph of many."""
+    forward, found = lacking_room(fake, peak, needs, lacks, workspace)
+    graph = captured(fake, forward=forward)
+    assert found == pieces
+    assert graph.pool.graphs == 1
+    assert [users for users in fake.pool_users.values() if users] == [2]
+    assert not fake.routing
+    second = captured(fake, forward=forward, pool=graph.pool)
+    assert len(found) == len(pieces) + 1
+    plugin.graphhal_release([graph, second])
+    captured(fake, forward=forward)
+    assert found[len(pieces) + 1] == pieces[0]
+
+
+def test_a_smaller_graph_gets_as_large_a_share_as_the_first_one_needs(fake):
+    forward, _ = lacking_room(fake, 480, needs=640)
+    first = captured(fake, forward=forward, tokens=64)
+    fake.log.clear()
+    captured(fake, forward=peaking(fake, [0, 240 * MIB, 0]), tokens=32, pool=first.pool)
+    held = [int(line.rpartition("=")[2]) for line in fake.log if "bytes=" in line]
+    assert held == [(660 - 330) * MIB]
+
+
+@pytest.mark.parametrize("left", ["no piece", "no warm-up"])
+def test_a_graph_without_a_piece_of_its_own_is_captured_once(fake, left):
+    outgrown, _ = lacking_room(fake, 480, needs=9999)
+    plugin.graphhal_release([captured(fake, forward=outgrown)])
+    fake.max_split_size = 2**20 if left == "no piece" else -1
+    fake.log.clear()
+    forward, found = lacking_room(fake, 480, needs=9999)
+    captured(fake, forward=forward, warmups=0 if left == "no warm-up" else 2)
+    assert len(found) == 1
 
 
 def test_without_a_warm_up_nothing_is_reserved(fake):

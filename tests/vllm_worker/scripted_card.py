@@ -22,9 +22,18 @@ class Card:
         """Of what is used, what PyTorch's allocator holds for graphs."""
         self.spare = 0.0
         """Of what is used, what the driver keeps for graphs to come."""
+        self.of_stream = 0.0
+        """Bytes that libraries take for good with a stream's first use."""
+        self.stream_is_new = True
 
     def free_bytes(self) -> int:
         return self.total - -int(-self.used // PIECE) * PIECE
+
+    def use_stream(self, _: Any = None) -> None:
+        if self.stream_is_new:
+            self.used += self.of_stream
+            self.reserved += self.of_stream
+        self.stream_is_new = False
 
     def take(self, num_bytes: float, owner: Any) -> None:
         """Taken until the owner is gone."""
@@ -120,6 +129,7 @@ def scripted(
             alive.pop(id(graph), None)
 
     def step(kind: Any, *rest: Any) -> Any:
+        card.use_stream()
         if kind == "reference" and garbage:
             card.take(garbage, Cycle())
         return platform.step(kind, *rest)
