@@ -17,22 +17,14 @@ StreamKey = tuple[int, int, int]
 """Stream id, device index, device type: PyTorch's name of a stream, without a stream object."""
 
 SPARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2)
-"""Shares of what a graph holds at once that it gets on top: as a rule, and those that are tried
-where the tensors of a pool's largest graph do not fit its first piece."""
+"""Shares of a pool's first piece beyond what the largest graph holds at once: as a rule, and those
+that are tried where its tensors do not fit the piece."""
 SCATTER = 0.02
 """Share by which a graph's memory may differ from what the largest graph's tokens make expect."""
 _SMALL_BLOCK = 2**20  # the allocator serves requests above this from another list of blocks
 _LARGE_PIECE = 20 * 2**20  # the least that the allocator takes for one of them
 pools: "list[GraphPool]" = []
 """Every pool of this process. An empty one waits here for the next owner."""
-
-
-def _room(num_bytes: int, spare: float) -> int:
-    """What a graph that holds so many bytes gets. The spare part is at least what the allocator
-    would take for one tensor that lacks room: the second largest of 44 graphs, of 117 MiB, did in
-    a piece of 124."""
-    share = int(spare * num_bytes)
-    return num_bytes + (max(share, _LARGE_PIECE) if num_bytes > _LARGE_PIECE else share)
 
 
 def pool_for(device: torch.device) -> "GraphPool":
@@ -191,7 +183,7 @@ class GraphPool:
             tokens: of the graph.
         """
         rest, held = 0, None
-        room = _room(num_bytes, self.spare)
+        room = num_bytes + int(self.spare * num_bytes)
         before, made = self._large_bytes(), False
         if self.graphs == 0:
             self._largest = num_bytes, tokens
@@ -218,13 +210,13 @@ class GraphPool:
         num_bytes, _ = self._largest
         if self.fits():
             return []
-        larger = [share for share in SPARES[1:] if _room(num_bytes, share) < self._taken]
+        larger = [share for share in SPARES[1:] if (1 + share) * num_bytes < self._taken]
         return [*larger, SPARES[0]]
 
     def fits(self) -> bool:
         """Whether the first graph took no piece beside the one that was made for it."""
         num_bytes, _ = self._largest
-        beside = self._taken - _room(num_bytes, self.spare)
+        beside = self._taken - (1 + self.spare) * num_bytes
         return beside <= max(_LARGE_PIECE, SPARES[0] * num_bytes)
 
     def _in_proportion(self, num_bytes: int, tokens: int) -> bool:

@@ -154,12 +154,7 @@ def of_two_graphs(fake, free: list[int], peaks: tuple[int, int], tokens: tuple[i
 
 
 def test_a_smaller_graph_gets_its_share_of_the_piece_and_the_rest_is_held_meanwhile(fake):
-    assert of_two_graphs(fake, [820, 20], peaks=(800, 400), tokens=(64, 32)) == [395]
-
-
-def test_a_share_has_at_least_the_allocators_least_piece_to_spare(fake):
-    assert of_two_graphs(fake, [180, 20], peaks=(160, 80), tokens=(64, 32)) == [80]
-    assert of_two_graphs(fake, [180, 20], peaks=(160, 20), tokens=(64, 8)) == [158.75]
+    assert of_two_graphs(fake, [180, 20], peaks=(160, 80), tokens=(64, 32)) == [95]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +202,7 @@ def lacking_room(fake, peak: int, needs: float, lacks: int = 240, workspace: int
         (480, 9999, 240, 0, [510, 540, 600, 660, 720, 510]),  # it took 750
         (480, 9999, 100, 0, [510, 540, 600, 510]),
         (480, 9999, 29, 0, [510]),  # a larger piece would be of more than it took
-        (32, 9999, 18, 0, [52]),  # less than the allocator takes at the least
+        (32, 9999, 18, 0, [34]),  # less than the allocator takes at the least
     ],
 )
 def test_a_first_graph_that_lacks_room_in_its_piece_begins_again_with_a_larger_one(
