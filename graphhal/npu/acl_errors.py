@@ -58,6 +58,7 @@ CAUSES: dict[int, tuple[type[CaptureError], str]] = {
     507046: (CaptureError, "the device did not finish in time; a queued wait is never satisfied"),
     507903: (CaptureError, "something that a graph cannot hold ended the capture"),
 }
+_OF_THE_RUNTIME = re.compile(r"NPU|CANN|\b(?i:acl)")  # not npu: any mistake may name the device
 _CODE = re.compile(r"(?:error code is|error code:|ret(?:urn)? ?=|\[)\s*(\d{6})\b")
 
 
@@ -76,7 +77,8 @@ def codes_of(error: BaseException) -> list[int]:
 def is_runtime_error(error: BaseException) -> bool:
     """Whether the device or its runtime raised it, rather than code that was called wrongly."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("NPU" in str(error) or bool(codes_of(error)))
+        isinstance(error, RuntimeError)
+        and (_OF_THE_RUNTIME.search(str(error)) is not None or bool(codes_of(error)))
     )
 
 
