@@ -22,7 +22,7 @@ from graphhal.npu.acl_errors import capture_error
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
 from graphhal.npu.lane import Lane, is_captured
-from graphhal.npu.pool import poison, settled_bytes
+from graphhal.npu.pool import give_caches_back, poison, settled_bytes
 from graphhal.npu.recording import Recording, discard, free_finished
 from graphhal.npu.step_scope import eager_scope, replay_scope
 from graphhal.npu.task_update import TASK_UPDATE, TaskUpdates, lane_of
@@ -170,4 +170,4 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
             lanes.add(recording.lane)
         if lanes and not any(lane.hangs for lane in lanes):
             with suppress(RuntimeError):
-                npu.empty_cache()
+                give_caches_back()

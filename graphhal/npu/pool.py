@@ -17,9 +17,16 @@ def free_bytes() -> int:
     return int(npu.mem_get_info()[0])
 
 
+def give_caches_back() -> None:
+    """Memory that torch_npu caches, to the driver. It goes over the devices, and stays at the one
+    that fails; the current one is current again here."""
+    with npu.device(npu.current_device()):
+        npu.empty_cache()
+
+
 def settled_bytes(index: int) -> int:
     """Bytes of the device that are taken once nothing transient is: caches are given back first."""
-    npu.empty_cache()
+    give_caches_back()
     free, total = npu.mem_get_info(index)
     return int(total - free)
 

@@ -557,6 +557,40 @@ def test_a_failure_at_every_call_of_a_profile_is_typed_and_leaves_a_process_that
     profile()
 
 
+def test_whatever_fails_the_current_device_stays(processes: Processes) -> None:
+    """Giving cached memory back goes over the devices; torch_npu stays at the one that fails."""
+    program = """
+        import warnings; warnings.simplefilter("ignore")
+        import torch
+        from graphhal.errors import CaptureError
+        from tests.ascend_simulated import simulator
+        from tests.ascend_simulated.faults import serve, tower_of_this_process
+        tower = tower_of_this_process("npu:1")
+        graphs, moved = tower.graphs, []
+        torch.zeros(1, device="npu:0")
+        torch.npu.set_device(1)
+        waits = "aclrtSynchronizeDeviceWithTimeout"
+        for asked in (graphs.capture, graphs.clear, graphs.profile_memory):
+            graphs.capture()
+            simulator.arm()
+            asked()
+            for nth in range(1, simulator.calls()[waits] + 1):
+                graphs.capture()
+                simulator.arm(f"{waits}:{nth}")
+                try:
+                    asked()
+                except CaptureError:
+                    pass
+                simulator.arm()
+                moved += [(asked.__name__, nth)] if torch.npu.current_device() != 1 else []
+                torch.npu.set_device(1)
+        serve(tower)
+        print(moved)
+    """
+    done = processes.run(program, CANN_SIM_DEVICES="2")
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr[-3000:]
+
+
 def torch_option(name: str) -> bytes:
     import torch_npu
 
