@@ -21,7 +21,7 @@ from graphhal.errors import ReplayError
 from graphhal.npu.acl_errors import capture_error
 from graphhal.npu.attention import Serving, serve
 from graphhal.npu.capture_state import capture_options, direct_launches, put_back, undone_begin
-from graphhal.npu.lane import Lane, is_captured
+from graphhal.npu.lane import Lane
 from graphhal.npu.pool import give_caches_back, poison, settled_bytes
 from graphhal.npu.recording import Recording, discard, free_finished
 from graphhal.npu.step_scope import eager_scope, replay_scope
@@ -154,7 +154,8 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
     """Destroy graphs. Safe twice, safe after the device is gone.
 
     A graph that the device does not finish is kept until it does rather than freed under it; so is
-    one that is released within a capture of the caller's, which a wait for the device would end.
+    one that is released within a capture of the caller's, which a wait for the device would end,
+    or in a forked process, whose device it is not.
     """
     lanes = set()
     with TASK_UPDATE:  # as it would another thread's
@@ -162,7 +163,7 @@ def release(graphs: Sequence[CapturedGraph]) -> None:
             recording, graph.handle = graph.handle, None
             if recording is None:
                 continue
-            if is_captured(recording.lane.index):
+            if not recording.lane.may_free:
                 recording.keep()
                 continue
             recording.free(f"{graph.key}: release")

@@ -1,5 +1,6 @@
 """The streams of a device that graphs run on: waits for them end, also where the device hangs."""
 
+import os
 from typing import Any
 
 from torch_npu import npu
@@ -13,6 +14,7 @@ HANGS = (
 )
 
 
+FORKED = "this process was forked from the one that opened the device; start it with spawn"
 CAPTURED = "another capture runs on the current stream, and this would end it; ask outside of it"
 
 
@@ -34,6 +36,7 @@ class Lane:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self._process = os.getpid()
         self._given_up: Any = None
         self._held: list[object] = []
         with npu.device(index):
@@ -63,12 +66,25 @@ class Lane:
             self._held.clear()
         return self._given_up is not None
 
+    @property
+    def forked(self) -> bool:
+        """Whether the device is another process's, from which this one was forked."""
+        return os.getpid() != self._process
+
+    @property
+    def may_free(self) -> bool:
+        """Whether freeing a graph now does no harm: it would end a capture of the caller's, and a
+        forked process has no device to free it on."""
+        return not self.forked and not is_captured(self.index)
+
     def refuse(self, what: str) -> None:
         """Keep work away from a lane that hangs, and waits away from a capture of the caller's.
 
         Raises:
-            CaptureError: it hangs, or the current stream is captured.
+            CaptureError: it hangs, the current stream is captured, or the process was forked.
         """
+        if self.forked:
+            raise CaptureError(f"{what}: {FORKED}")
         if self.hangs:
             raise CaptureError(f"{what}: {HANGS}")
         if is_captured(self.index):

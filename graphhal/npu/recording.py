@@ -9,7 +9,7 @@ from typing import Any
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import CaptureError
-from graphhal.npu.lane import Lane, is_captured
+from graphhal.npu.lane import Lane
 from graphhal.npu.task_update import TaskUpdates
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Recording:
 
     def __del__(self) -> None:
         """Dropped without a release, maybe while the device runs it, or within a capture."""
-        if sys.is_finalizing() or (self.updates.is_done() and not is_captured(self.lane.index)):
+        if sys.is_finalizing() or (self.lane.may_free and self.updates.is_done()):
             return
         self.keep()
 

@@ -152,8 +152,8 @@ def eager_scope(serving: Serving, is_reference: bool) -> StepOnLane | StepOnCurr
         return StepOnCurrentStream(device, serving)
     try:
         lane = lane_of(device)
-    except RuntimeError as error:
+    except CaptureError:
         if is_reference:
-            raise capture_error(error, REFERENCE) from error
+            raise
         return StepOnCurrentStream(device, serving)
     return StepOnLane(lane, serving, "reference" if is_reference else "eager", REFERENCE)

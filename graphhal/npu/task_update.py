@@ -24,6 +24,7 @@
   stream while one of them captures it: one lock for all captures, steps and updates.
 """
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,12 +34,15 @@ from typing import Any
 import torch
 from torch_npu import npu
 
-from graphhal.npu.acl_errors import reached
+from graphhal.npu.acl_errors import capture_error, reached
 from graphhal.npu.attention import AttentionTask
 from graphhal.npu.lane import Lane
 
 TASK_UPDATE = threading.RLock()
 """Held around every capture, step and update of this process; hold it around foreign updates."""
+
+# In a forked process the thread that held it is not there to let go of it.
+os.register_at_fork(after_in_child=TASK_UPDATE._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @cache
@@ -47,9 +51,16 @@ def _lane(index: int) -> Lane:
 
 
 def lane_of(device: torch.device) -> Lane:
-    """The lane of a device, made once per process."""
+    """The lane of a device, made once per process.
+
+    Raises:
+        CaptureError: its streams cannot be had.
+    """
     with TASK_UPDATE:
-        return _lane(npu.current_device() if device.index is None else device.index)
+        try:
+            return _lane(npu.current_device() if device.index is None else device.index)
+        except RuntimeError as error:
+            raise capture_error(error, f"streams for graphs on {device}") from error
 
 
 class TaskUpdates:

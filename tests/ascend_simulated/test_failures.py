@@ -242,6 +242,88 @@ def test_where_no_stream_can_be_had_eager_calls_run_on_their_callers(processes: 
     assert served == "{'image': 3} {'image': {'no graph is captured': 6}}"
 
 
+@pytest.mark.parametrize("asked", ["capture(request)", "profile_memory([request])"])
+def test_streams_that_cannot_be_had_are_typed_whatever_asks_for_them_first(
+    processes: Processes, asked: str
+) -> None:
+    program = f"""
+        import warnings; warnings.simplefilter("ignore")
+        import torch
+        from graphhal.discovery import bind
+        from graphhal.errors import ResourceExhaustedError
+        from graphhal.npu import plugin
+        from tests.ascend_simulated import simulator
+        from tests.ascend_simulated.direct_request import a_request
+        platform = bind(plugin, plugin.graphhal_probe(), "npu")
+        request = a_request(torch.device("npu:0"), lambda x, out: out.copy_(x))
+        torch.npu.synchronize()
+        simulator.arm("aclrtCreateStreamWithConfig:1")
+        try:
+            platform.{asked}
+        except ResourceExhaustedError as error:
+            print(str(error).split(".")[0])
+        platform.{asked}
+    """
+    done = processes.run(program)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the device is out of streams or events" in done.stdout.splitlines()[-1]
+
+
+def test_a_process_forked_while_another_thread_captures_neither_hangs_nor_frees(
+    processes: Processes,
+) -> None:
+    """Its graphs and its device are the parent's."""
+    program = """
+        import warnings; warnings.simplefilter("ignore")
+        import gc, multiprocessing, signal, threading
+        from graphhal.errors import CaptureError
+        from graphhal.npu import plugin, recording
+        from graphhal.npu.task_update import TASK_UPDATE
+        from tests.ascend_simulated.faults import serve, tower_of_this_process
+        tower = tower_of_this_process()
+        assert not tower.graphs.capture().dropped
+        serve(tower)
+        def child(asked):
+            global tower
+            signal.alarm(20)
+            graph, said = next(iter(tower.graphs._graphs.entries.values())).graph, ""
+            try:
+                if asked == "capture":
+                    tower.graphs.platform.capture(graph.request)
+                if asked == "release":
+                    tower.graphs.platform.release([graph])
+                if asked == "clear":
+                    tower.graphs.clear()
+                if asked == "drop":
+                    tower = graph = None
+                    gc.collect()
+            except CaptureError as error:
+                said = str(error)
+            assert (asked == "capture") == ("this process was forked from" in said), said
+            assert (asked != "capture") == bool(recording._kept)
+        held, go_on = threading.Event(), threading.Event()
+        def hold():
+            with TASK_UPDATE:
+                held.set()
+                go_on.wait()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        for asked in ("capture", "release", "clear", "drop"):
+            process = multiprocessing.get_context("fork").Process(target=child, args=[asked])
+            process.start()
+            process.join()
+            print(process.exitcode)
+        go_on.set()
+        thread.join()
+        serve(tower)
+    """
+    done = processes.run(program)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-4:] == ["0"] * 4, done.stderr[-3000:]
+    assert "Exception ignored" not in done.stderr
+
+
 def test_free_memory_that_cannot_be_read_costs_graphs_alone(platform: Platform) -> None:
     usual = twins("toy", platform, self_check="off")
     half = usual.graphs.settings.model_copy(update={"memory_limit": 0.5})
