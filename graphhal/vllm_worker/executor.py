@@ -32,6 +32,7 @@ from graphhal.vllm_worker.refusals import (
     AUDIO_KEYS,
     KNOWN_MODALITIES,
     SIGHT_KEYS,
+    UNKNOWN,
     engine_refusal,
     own_code_fails,
     request_refusal,
@@ -179,15 +180,14 @@ class EncoderGraphExecutor:
         self._served: list[ServedEncoder] = []
         self._refused: dict[str, str] = {}
         self._said: set[str] = set()
-        self.refusal = (
-            refusal
-            if platform is None
-            else engine_refusal(vllm_config, model, ranks.is_first_stage())
-        )
-        if self.refusal is None and platform is not None:
-            self._serve(model, platform, device, dtype)
-        elif platform is not None:
-            log.info("graphhal: %s has no encoder graphs: %s", self.name, self.refusal)
+        self.refusal: str | None = refusal
+        if platform is not None:
+            self.refusal = engine_refusal(vllm_config, model, ranks.is_first_stage())
+            if self.refusal is None:
+                self._serve(model, platform, device, dtype)
+            else:
+                level = logging.WARNING if self.refusal.endswith(UNKNOWN) else logging.INFO
+                log.log(level, "graphhal: %s has no encoder graphs: %s", self.name, self.refusal)
         file = settings.stats_file
         self._reporter = Reporter(
             self.name,

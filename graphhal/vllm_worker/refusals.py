@@ -27,6 +27,8 @@ EAGER_STEPS = (
     *(f"_process_{each}_input" for each in ("image", "video", "audio")),
 )
 """Methods through which vLLM's models encode eagerly, and which graphs go past."""
+UNKNOWN = " is unknown"
+"""How a reason ends where a configuration lacks what says whether graphs may be captured."""
 PARSES_ALL = "_parse_and_validate_multimodal_inputs"
 """The one of them that vLLM's own derived models override to take a further modality."""
 
@@ -39,21 +41,25 @@ def engine_refusal(vllm_config: Any, model: Any, is_first_stage: bool) -> str | 
         model: the model, unwrapped.
         is_first_stage: whether this is the pipeline's first rank, the only one that encodes.
     """
-    compilation, model_config = vllm_config.compilation_config, vllm_config.model_config
-    mode = getattr(compilation, "cudagraph_mode", None)
-    if mode is None:
-        return "cudagraph_mode is unknown"
+    model_config = vllm_config.model_config
+    lora: Any = getattr(vllm_config, "lora_config", ())  # without the field: unknown, as below
+    told = [(vllm_config.compilation_config, "cudagraph_mode"), (model_config, "enforce_eager")]
+    if lora is not None:
+        told.append((lora, "enable_tower_connector_lora"))
+    for owner, name in told:
+        if getattr(owner, name, None) is None:
+            return f"{name}{UNKNOWN}"
+    mode = vllm_config.compilation_config.cudagraph_mode
     if getattr(mode, "name", mode) == "NONE":
         return "cudagraph_mode is NONE"
-    if getattr(model_config, "enforce_eager", False):
+    if model_config.enforce_eager:
         return "enforce_eager is on"
     if not is_first_stage:
         return "only the first pipeline rank encodes"
-    lora = getattr(vllm_config, "lora_config", None)
-    if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
+    if lora is not None and lora.enable_tower_connector_lora:
         return "LoRA is enabled for towers and connectors: their weights change by request"
     multimodal = getattr(model_config, "multimodal_config", None)
-    if getattr(model, "is_multimodal_pruning_enabled", False) is True:
+    if getattr(model, "is_multimodal_pruning_enabled", False):
         return "multimodal pruning is enabled: token counts depend on the data"
     if _has_dynamic_scales(model):
         return (
@@ -93,7 +99,7 @@ def _outgrown(model_class: type) -> str | None:
 def _has_dynamic_scales(model: Any) -> bool:
     if not isinstance(model, torch.nn.Module):
         return False
-    return any(getattr(module, "_fp8_dynamic_scale", False) is True for module in model.modules())
+    return any(getattr(module, "_fp8_dynamic_scale", False) for module in model.modules())
 
 
 def enabled_modalities(

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from graphhal.vllm_worker.vllms_log import warn_once
 
 log = logging.getLogger(__name__)
 
+OPTIONS = "graphhal"
+"""Key of `additional_config`, which belongs to all plugins."""
 _VLLM = "vllm.model_executor.models"
 _OMNI = "vllm_omni.model_executor.models"
 _COVO_PIPELINE = "CovoAudioForConditionalGeneration"
@@ -82,11 +85,18 @@ def settings_of(vllm_config: Any) -> Settings:
     """graphhal's options of an engine: `additional_config["graphhal"]` and the environment.
 
     Raises:
-        SettingsError: an option is unknown or invalid, both set it, differently, or `vllm_models`
-            names an unknown model.
+        SettingsError: an option is unknown or invalid, both set it, differently, the key of the
+            options is misspelt, or `vllm_models` names an unknown model.
     """
     additional = getattr(vllm_config, "additional_config", None)
-    own = additional.get("graphhal", {}) if isinstance(additional, Mapping) else {}
+    additional = additional if isinstance(additional, Mapping) else {}
+    for key in additional:
+        if key != OPTIONS and get_close_matches(str(key).lower(), [OPTIONS], cutoff=0.8):
+            raise SettingsError(
+                f"additional_config has {key!r}, which nothing reads; graphhal's options are those "
+                f"of additional_config[{OPTIONS!r}]"
+            )
+    own = additional.get(OPTIONS, {})
     if not isinstance(own, Mapping):
         raise SettingsError(
             f"additional_config['graphhal'] must be a mapping of options to values, got {own!r}"
@@ -190,7 +200,8 @@ def _protocol_encoder(
     def combine(
         outputs: Mapping[str, torch.Tensor], tokens: Sequence[int], mm_kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
-        return dialect.postprocess(outputs, tokens, mm_kwargs)
+        whole = next(iter(adapters.values())).whole(mm_kwargs, len(tokens))
+        return dialect.postprocess(outputs, tokens, whole)
 
     plain = len(paths) == 1 and dialect.scatters_only()
     return Encoder(type(model).__name__, modalities, adapters, combine=None if plain else combine)

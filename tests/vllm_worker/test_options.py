@@ -221,6 +221,11 @@ def test_unknown_option_in_additional_config() -> None:
     for wrong in (None, [], "policy=packed"):
         with pytest.raises(SettingsError, match=r"additional_config\['graphhal'\] must be"):
             settings_of(types.SimpleNamespace(additional_config={"graphhal": wrong}))
+    for key in ("GraphHAL", "graph_hal", "graphal"):
+        with pytest.raises(SettingsError, match=f"{key!r}, which nothing reads; graphhal's"):
+            settings_of(types.SimpleNamespace(additional_config={key: {"policy": "packed"}}))
+    others = {"graphhal": {}, "ascend_scheduler_config": {}, "graph_pool": 1, 7: None}
+    assert not settings_of(types.SimpleNamespace(additional_config=others)).model_fields_set
     assert settings_of(types.SimpleNamespace(additional_config=None)).vllm_models == ()
     assert settings_of(types.SimpleNamespace()).vllm_models == ()
 
@@ -315,7 +320,13 @@ def test_films_make_a_graph_little_larger_either() -> None:
             ),
             "NONE",
         ),
-        (lambda c, m: setattr(c.model_config, "enforce_eager", True), "enforce_eager"),
+        (lambda c, m: setattr(c.model_config, "enforce_eager", True), "enforce_eager is on"),
+        (lambda c, m: delattr(c.model_config, "enforce_eager"), "enforce_eager is unknown"),
+        (lambda c, m: delattr(c, "lora_config"), "enable_tower_connector_lora is unknown"),
+        (
+            lambda c, m: setattr(c, "lora_config", types.SimpleNamespace()),
+            "enable_tower_connector_lora is unknown",
+        ),
         (
             lambda c, m: setattr(
                 c, "lora_config", types.SimpleNamespace(enable_tower_connector_lora=True)
@@ -323,6 +334,7 @@ def test_films_make_a_graph_little_larger_either() -> None:
             "LoRA",
         ),
         (lambda c, m: setattr(m, "is_multimodal_pruning_enabled", True), "pruning"),
+        (lambda c, m: setattr(m, "is_multimodal_pruning_enabled", 0.5), "pruning"),
         (lambda c, m: setattr(c.model_config, "multimodal_config", None), "no multimodal"),
         (
             lambda c, m: setattr(m, "input_norm", types.SimpleNamespace(is_identity=False)),
@@ -343,8 +355,6 @@ def test_lora_of_the_language_model_alone_is_allowed() -> None:
     vllm_config = config()
     vllm_config.lora_config = types.SimpleNamespace(enable_tower_connector_lora=False)
     assert refusals.engine_refusal(vllm_config, types.SimpleNamespace(), True) is None
-    vllm_config.lora_config = types.SimpleNamespace()
-    assert refusals.engine_refusal(vllm_config, types.SimpleNamespace(), True) is None
 
 
 def test_later_pipeline_ranks_capture_nothing() -> None:
@@ -356,10 +366,11 @@ def test_dynamic_fp8_scales_change_on_the_host() -> None:
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     assert refusals.engine_refusal(config(), model, True) is None
-    model[0]._fp8_dynamic_scale = True
-    refusal = refusals.engine_refusal(config(), model, True)
-    assert refusal is not None
-    assert "fp8" in refusal
+    for on in (True, torch.tensor(1)):
+        model[0]._fp8_dynamic_scale = on
+        refusal = refusals.engine_refusal(config(), model, True)
+        assert refusal is not None
+        assert "fp8" in refusal
 
 
 def test_modalities_that_no_request_can_carry_get_no_graphs() -> None:
@@ -439,7 +450,16 @@ def reasons() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "reason",
-    [*reasons(), "ranks differ", "no encoder takes these inputs", "graphhal's own code failed"],
+    [
+        *reasons(),
+        *(
+            f"{each} is unknown"
+            for each in ("cudagraph_mode", "enforce_eager", "enable_tower_connector_lora")
+        ),
+        "ranks differ",
+        "no encoder takes these inputs",
+        "graphhal's own code failed",
+    ],
 )
 def test_the_guide_has_every_reason_in_the_words_of_log_and_counters(reason: str) -> None:
     assert reason in (ROOT / "docs" / "vllm.md").read_text()

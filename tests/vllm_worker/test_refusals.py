@@ -1,5 +1,6 @@
 """What must never be replayed, through vLLM's real classes: eager, right, and counted."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,25 @@ def test_refused_engines_run_eagerly_and_count_why(
     ours = on_cpu.run_v2(model, manager, groups)
     assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
     assert manager.stats()["misses"] == {"image": {manager.refusal: 2}}
+
+
+def test_what_a_configuration_does_not_say_means_no_aloud(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A guard that took a missing field for `False` once let weights that change into graphs."""
+    import vllm_on_cpu as on_cpu
+
+    engine.lora_config = types.SimpleNamespace(max_lora_rank=16)
+    model = on_cpu.qwen3_vl(engine)
+    with on_cpu.log_of("graphhal.vllm_worker.executor", caplog):
+        manager = on_cpu.make_manager(engine, model)
+    manager.capture(graph_pool=None)
+    group = on_cpu.image_group(model, [[1, 8, 8]])
+    assert manager.execute(group) is None
+    reason = "enable_tower_connector_lora is unknown"
+    assert manager.stats()["misses"] == {"image": {reason: 1}}
+    ((level, line),) = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert (level, reason in line) == ("WARNING", True)
 
 
 def test_a_class_that_brings_its_own_code_for_graphs_is_served(engine: Any) -> None:
