@@ -1,5 +1,6 @@
 """How large graphs may become: vLLM's encoder-graph options and graphhal's, in one place."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -85,6 +86,35 @@ def _room(budget: int, items: int, frames: int) -> int:
 def dense_budgets(high: int) -> tuple[int, ...]:
     """graphhal's dense ladder up to `high`; graphs share their memory, so it costs none."""
     return token_budgets(Settings.model_construct(token_budgets=None, max_tokens=high))
+
+
+def ladder_of(
+    limits: Limits, minimum: int | None, packs_rows: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """Token budgets of one of a model's paths: dense where rows are packed, vLLM's own powers of
+    two elsewhere.
+
+    Args:
+        limits: of the model.
+        minimum: smallest budget of the path; None for the model's own range.
+        packs_rows: whether a graph of this budget would.
+    """
+    named = limits.budgets
+    if named is not None and (minimum is None or not named):
+        return named
+    low = minimum or limits.low
+    if low > limits.high:
+        return ()
+    packed = packs_rows(low)
+    return dense_budgets(limits.high) if packed and minimum is None else _doubling(low, limits.high)
+
+
+def _doubling(low: int, high: int) -> tuple[int, ...]:
+    """vLLM's own ladder: doubling from `low`, and `high`."""
+    budgets = [low]
+    while budgets[-1] * 2 <= high:
+        budgets.append(budgets[-1] * 2)
+    return tuple(budgets if budgets[-1] == high else [*budgets, high])
 
 
 def merged(settings: Settings, compilation: Any) -> Settings:

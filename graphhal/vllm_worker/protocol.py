@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphhal.errors import AdapterError
 from graphhal.weights import registrations
 
 AXIS_KEYS = "encoder_cudagraph_axis_keys"
@@ -61,11 +62,10 @@ class Dialect:
 
     def path_tokens(self, spec: Any, path: str) -> int:
         """Output tokens that one item takes on a path; 0 where it is not there."""
-        if path == "default":
+        by_path = getattr(spec, "path_output_tokens", {})
+        if path == "default" and not by_path:
             return int(spec.output_tokens)
-        if hasattr(spec, "path_output_tokens"):
-            return int(spec.path_output_tokens.get(path, 0))
-        return int(getattr(spec, f"{path}_output_tokens", 0))
+        return int(by_path.get(path, getattr(spec, f"{path}_output_tokens", 0)))
 
     def select(
         self, mm_kwargs: Mapping[str, Any], positions: list[int]
@@ -86,11 +86,9 @@ class Dialect:
     ) -> dict[str, torch.Tensor | None]:
         """The model's dummy inputs for one graph."""
         prepare = self._model.prepare_encoder_cudagraph_capture_inputs
-        extra = (axes,) if "axis_keys" in inspect.signature(prepare).parameters else ()
-        values: dict[str, torch.Tensor | None] = prepare(
-            budget, items, frames, device, dtype, path, *extra
-        ).values
-        return dict(values)
+        asked = (budget, items, frames, device, dtype, path)
+        made = prepare(*asked, axes) if _takes(prepare, len(asked) + 1) else prepare(*asked)
+        return dict(made.values)
 
     def forward(self, values: dict[str, torch.Tensor], path: str) -> torch.Tensor:
         """(rows, width): what a graph of one of the model's paths computes."""
@@ -104,7 +102,8 @@ class Dialect:
         rest = {} if path == "default" else {"path": path}
         with self._alone():
             output = self._model.encoder_eager_forward(dict(mm_kwargs), **rest)
-        return output if isinstance(output, torch.Tensor) else torch.cat(list(output))
+        made = output if isinstance(output, torch.Tensor) else torch.cat(list(output))
+        return made.reshape(-1, made.shape[-1])
 
     def scatters_only(self) -> bool:
         """Whether the model's items are consecutive rows of its output: the protocol's default."""
@@ -119,7 +118,11 @@ class Dialect:
         tokens: Sequence[int],
         mm_kwargs: Mapping[str, Any],
     ) -> list[torch.Tensor]:
-        """One tensor per item, by the model's own postprocessing of what its paths made."""
+        """One tensor per item, by the model's own postprocessing of what its paths made.
+
+        Raises:
+            AdapterError: the items have not as many rows as they were said to have.
+        """
         found: dict[int, torch.Tensor] = {}
         indices = list(range(len(tokens)))
         local: dict[str, torch.Tensor | None] = {}
@@ -136,13 +139,17 @@ class Dialect:
             batch_mm_kwargs=dict(mm_kwargs),
             **local,
         )
-        return [found[index] for index in indices]
+        items = [found[index] for index in indices]
+        made = [len(item) for item in items]
+        if made != list(tokens):
+            raise AdapterError(f"postprocessing makes {made} rows of items of {list(tokens)}")
+        return items
 
     @cached_property
     def _takes_every_path(self) -> bool:
         """Whether the model's postprocessing takes the paths' outputs by name (0.27 on)."""
         parameters = inspect.signature(self._model.postprocess_encoder_output).parameters
-        return next(iter(parameters)) == "outputs"
+        return not {"output", "local_output"} & parameters.keys()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -168,6 +175,15 @@ class Dialect:
             able = [m for m in (self._model, *parts) if hasattr(m, "use_data_parallel")]
             self._may_spread = now, able
         return self._may_spread[1]
+
+
+def _takes(function: Any, arguments: int) -> bool:
+    """Whether a function takes so many arguments by position."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
 
 
 def tower_modules(model: Any) -> tuple[torch.nn.Module, ...]:

@@ -1,7 +1,6 @@
 """Any model with vLLM's encoder-graph protocol, where the model's own code prepares the buffers."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,14 +8,14 @@ import numpy.typing as npt
 import torch
 
 from graphhal.adapter import BufferSpec, EncoderAdapter
-from graphhal.errors import AdapterError, InputError, RefusedError
+from graphhal.errors import AdapterError, RefusedError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, GraphKey, SequenceBound
 from graphhal.platform import Platform
 from graphhal.settings import SelfCheck, Settings
 from graphhal.vllm_worker import grid_requests, host_ends
 from graphhal.vllm_worker.layout_check import LayoutCheck
-from graphhal.vllm_worker.limits import Limits, dense_budgets
+from graphhal.vllm_worker.limits import Limits, ladder_of
 from graphhal.vllm_worker.protocol import Dialect, PathRule, tower_modules
 from graphhal.vllm_worker.protocol_buffers import BOUNDS, MARKER, ProtocolBuffers
 from graphhal.vllm_worker.protocol_examples import (
@@ -24,16 +23,12 @@ from graphhal.vllm_worker.protocol_examples import (
     CAPTURE_VALUES,
     ProtocolExamples,
 )
-from graphhal.vllm_worker.protocol_items import Signature, are_all, signature_of
+from graphhal.vllm_worker.protocol_items import are_all, signature_of
+from graphhal.vllm_worker.protocol_requests import ProtocolRequests
 from graphhal.vllm_worker.protocol_staging import copies
-from graphhal.vllm_worker.refusals import mixes_pictures_and_films, outgrows
 
-NEVER = 2**30
-"""Tokens of an item that its model never wants in a graph (Kimi K2.5: chunks of films)."""
 EAGER = "eager_request"
 """The input that tells `forward` to run the model's own eager code."""
-OUTGROWN = "larger than any that was captured"
-"""The capture axis of groups that the axes' largest key does not cover."""
 
 
 class ProtocolAdapter(EncoderAdapter):
@@ -81,15 +76,13 @@ class ProtocolAdapter(EncoderAdapter):
         self.modalities = tuple(self.config.modalities)
         suffix = "" if path == "default" else f"_{path}"
         self.name = f"{type(model).__name__}{suffix}"
-        self._axes = tuple(product(*(tuple(axis) for axis in dialect.axes(self.config))))
-        self._has_axes = bool(dialect.axes(self.config))
         self._checks_layouts = settings.self_check is not SelfCheck.OFF
         self._layouts = LayoutCheck(self.name, settings.tolerance)
         self._buffers = ProtocolBuffers(model, dialect, path, limits, device, dtype)
         self._request: tuple[Mapping[str, Any], tuple[ItemSpec, ...]] | None = None
-        writes = path == "default" and not self._has_axes
+        writes = path == "default" and not dialect.axes(self.config)
         self._examples = ProtocolExamples(self._buffers, self.budgets, writes)
-        self._is_only_path = len(dialect.paths(self.config)) == 1
+        self._requests = ProtocolRequests(self.name, self.config, self._buffers, self._examples)
         self._budgets: tuple[int, ...] | None = None
 
     def prepare(self, platform: Platform) -> None:
@@ -113,7 +106,7 @@ class ProtocolAdapter(EncoderAdapter):
         if not kept:
             return
         found = f"its boundaries {', '.join(sorted(kept))} are of another kind"
-        if kept == {host_ends.ENDS} and not self._buffers.scaled and not self._has_axes:
+        if kept == {host_ends.ENDS} and not self._buffers.scaled and not self._requests.has_axes:
             films = "video" in self.modalities
             found = (
                 host_ends.problem(self._examples.grids(), films, self.device, self._prepared) or ""
@@ -160,125 +153,46 @@ class ProtocolAdapter(EncoderAdapter):
         Raises:
             InputError: the model's code for graphs does not take these inputs.
         """
-        if CAPTURE_INPUTS in mm_kwargs:
-            items: tuple[ItemSpec, ...] = mm_kwargs[CAPTURE_INPUTS]
-            return items
-        try:
-            return self._own_specs(mm_kwargs)
-        except Exception as error:  # the model's own code: eager is another part of it
-            raise InputError(f"{self.name} sizes no such items: {error!r}") from error
+        return self._requests.items(mm_kwargs)
 
-    def _own_specs(self, mm_kwargs: Mapping[str, Any]) -> tuple[ItemSpec, ...]:
-        if mixes_pictures_and_films(mm_kwargs):
-            raise ValueError("pictures and films in one group")
-        only = self.modalities[0] if len(self.modalities) == 1 else None
-        modality = only or self.model.get_input_modality(mm_kwargs)
-        axes = self._axes_of(mm_kwargs)
-        specs: list[ItemSpec] = []
-        every = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
-        if not every:
-            raise ValueError("no items")
-        lengths = self._lengths(mm_kwargs, len(every))
-        for position, spec in enumerate(every):
-            tokens = self.dialect.path_tokens(spec, self.path_name)
-            if not 0 <= tokens < NEVER:
-                raise ValueError(f"item {position} of {tokens} tokens is never to be in a graph")
-            if not tokens and self._is_only_path:
-                raise ValueError(f"item {position} has no tokens")
-            if lengths[position] and sum(lengths[position]) != spec.input_size:
-                raise ValueError(f"item {position} has {spec.input_size} rows, {lengths[position]}")
-            if tokens:
-                place = (position, len(every))
-                item = self._item(len(specs), modality, tokens, place, axes, lengths[position])
-                specs.append(item)
-        return tuple(specs)
-
-    def _lengths(self, mm_kwargs: Mapping[str, Any], items: int) -> list[tuple[int, ...]]:
-        """Rows of each item's attention sequences; none where the model keeps its boundaries."""
-        if not self._buffers.ends_on_host:
-            return [()] * items
-        lengths = host_ends.lengths_of(mm_kwargs)
-        if len(lengths) != items or not all(map(all, lengths)):
-            raise ValueError(f"{items} items, of sequences {lengths}")
-        return lengths
-
-    def _axes_of(self, mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        if not self._has_axes:
-            return ()
-        count = len(self.model.get_encoder_cudagraph_item_specs(mm_kwargs))
-        axes = self.dialect.select(mm_kwargs, list(range(count)))[1]
-        return (OUTGROWN,) if outgrows(mm_kwargs, axes) else axes
-
-    def _item(
-        self,
-        index: int,
-        modality: str,
-        tokens: int,
-        place: tuple[int, int],
-        axes: tuple[Hashable, ...],
-        lengths: tuple[int, ...],
-    ) -> ItemSpec:
-        """The spec of an item at `place`: its position among how many items of the request."""
-        return ItemSpec(
-            index=index,
-            modality=modality,
-            rows=tokens,
-            tokens=tokens * self._examples.rows_per_token(),
-            sequences={host_ends.ENDS: lengths} if lengths else {},
-            signature=Signature(tokens, place, axes, lengths),
-        )
+    def whole(self, mm_kwargs: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+        """The kwargs of all items, as the model's postprocessing is to have them."""
+        return self._requests.whole(mm_kwargs, count)
 
     def path(self, item: ItemSpec) -> str:
         """The model's path, and the capture axes that the group resolved to."""
-        axes = signature_of(item).axes
-        if not self._has_axes:
-            return self.path_name
-        if axes not in self._axes:
-            return f"{self.path_name}/none"
-        return f"{self.path_name}/{self._axes.index(axes)}"
+        return self._requests.path(item)
 
     def refusal(self, items: Sequence[ItemSpec]) -> str | None:
         """Groups whose capture axes were never captured, or whose layout differs from eager."""
         axes = signature_of(items[0]).axes
-        if axes not in self._axes:
+        if axes not in self._requests.axes.values():
             return f"capture axes {axes} were not captured"
         return "such groups differ from eager" if self._layouts.is_wrong(items) else None
 
     def budgets(self) -> tuple[int, ...]:
         """Token budgets: dense where rows are packed, the model's own powers of two elsewhere."""
         if self._budgets is None:
-            self._budgets = self._choose_budgets()
+            self._budgets = ladder_of(self.limits, self.rule.minimum, self._packs_rows)
         return self._budgets
 
-    def _choose_budgets(self) -> tuple[int, ...]:
-        named = self.limits.budgets
-        if named is not None and (self.rule.minimum is None or not named):
-            return named
-        high = self.limits.high
-        low = self.rule.minimum or self.limits.low
-        if low > high:
-            return ()
-        plain = _doubling(low, high)
-        probe = self._buffers.dummies(min(plain), self._axes[0])
-        packed = any(name in BOUNDS for name in probe)
-        return dense_budgets(high) if packed and self.rule.minimum is None else plain
+    def _packs_rows(self, budget: int) -> bool:
+        """Whether the model's dummy inputs for a graph have boundaries."""
+        axes = next(iter(self._requests.axes.values()))
+        return any(name in BOUNDS for name in self._buffers.dummies(budget, axes))
 
     def capacities(self, settings: Settings) -> tuple[Capacity, ...]:
         """One graph for each budget and combination of capture axes."""
         return tuple(
             Capacity(
-                GraphKey(
-                    self.name,
-                    f"{self.path_name}/{number}" if self._has_axes else self.path_name,
-                    budget,
-                ),
+                GraphKey(self.name, path, budget),
                 rows=budget,
                 tokens=budget * self._examples.rows_per_token(),
                 items=self.limits.items_for(budget),
                 sequences=self._bounds(budget),
             )
             for budget in self.budgets()
-            for number in range(len(self._axes))
+            for path in self._requests.axes
         )
 
     def _bounds(self, budget: int) -> Mapping[str, SequenceBound]:
@@ -299,10 +213,7 @@ class ProtocolAdapter(EncoderAdapter):
                 name: BufferSpec((bound.slots + 1,), torch.int32, packed=True)
                 for name, bound in capacity.sequences.items()
             }
-        return self._buffers.of(capacity.key, self._captured_axes(capacity.key)).specs
-
-    def _captured_axes(self, key: GraphKey) -> tuple[Hashable, ...]:
-        return self._axes[int(key.path.rpartition("/")[2])] if self._has_axes else ()
+        return self._buffers.of(capacity.key, self._requests.axes[capacity.key.path]).specs
 
     def metadata(self, items: Sequence[ItemSpec]) -> Mapping[str, npt.NDArray[np.generic]]:
         """None: the model keeps its metadata on the device."""
@@ -334,7 +245,8 @@ class ProtocolAdapter(EncoderAdapter):
         raw = any(hasattr(tower, "input_norm") for tower in tower_modules(self.model))
         copy = copies(captured, buffers, self.config.padding_logics, raw)
         frozen = tuple(items)
-        whole = not self._has_axes and are_all(frozen)
+        requests = self._requests
+        come_whole = not requests.has_axes and are_all(frozen)
         grids = self._examples.grids()
         doubtful = self._checks_layouts and grids is None
         right: Hashable = None
@@ -346,7 +258,11 @@ class ProtocolAdapter(EncoderAdapter):
                 copy(mm_kwargs[CAPTURE_VALUES])
                 return
             try:
-                subset = mm_kwargs if whole else self._subset(mm_kwargs, frozen)
+                subset = (
+                    requests.whole(mm_kwargs, len(frozen))
+                    if come_whole
+                    else requests.subset(mm_kwargs, frozen)
+                )
                 prepared = self.model.prepare_encoder_cudagraph_replay_buffers(
                     dict(subset), captured.items, captured.frames, self.path_name
                 )
@@ -372,19 +288,6 @@ class ProtocolAdapter(EncoderAdapter):
             right = shapes
 
         return stage
-
-    def _subset(
-        self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec], for_graph: bool = True
-    ) -> Mapping[str, Any]:
-        """The kwargs of these items: all of them as they came, or the model's selection."""
-        if not self._has_axes and are_all(items):
-            return mm_kwargs
-        positions = [signature_of(item).place[0] for item in items]
-        subset, axes = self.dialect.select(mm_kwargs, positions)
-        expected = signature_of(items[0]).axes
-        if for_graph and axes != expected:
-            raise RefusedError(f"capture axes became {axes}, the graph has {expected}")
-        return subset
 
     def eager_inputs(
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
@@ -415,7 +318,7 @@ class ProtocolAdapter(EncoderAdapter):
             values = {name: value for name, value in own.items() if value is not None}
             output = self.dialect.forward(values, self.path_name)
             return _exactly(output, items[0].tokens)
-        return self._own_eager(self._subset(mm_kwargs, items, for_graph=False))
+        return self._own_eager(self._requests.subset(mm_kwargs, items, for_graph=False))
 
     def _own_eager(self, subset: Mapping[str, Any]) -> torch.Tensor:
         own = _copied(subset)  # the request is asked for again
@@ -429,12 +332,12 @@ class ProtocolAdapter(EncoderAdapter):
 
     def worst_cases(self, capacity: Capacity) -> Iterable[tuple[ItemSpec, ...]]:
         """Full, one short of full, many small ones, where the model takes grids; else one full."""
-        axes = self._captured_axes(capacity.key)
+        axes = self._requests.axes[capacity.key.path]
         modality = self.modalities[0] if self.modalities else "image"
         for tokens in self._examples.groups(capacity):
-            lengths = self._lengths(self._examples.sizes(tokens), len(tokens))
+            lengths = self._requests.lengths(self._examples.sizes(tokens), len(tokens))
             yield tuple(
-                self._item(n, modality, t, (n, len(tokens)), axes, lengths[n])
+                self._requests.item(n, modality, t, (n, len(tokens)), axes, lengths[n])
                 for n, t in enumerate(tokens)
             )
 
@@ -463,11 +366,3 @@ def _exactly(output: torch.Tensor, tokens: int) -> torch.Tensor:
     if len(output) < tokens:
         return torch.nn.functional.pad(output, (0, 0, 0, tokens - len(output)))
     return output[:tokens]
-
-
-def _doubling(low: int, high: int) -> tuple[int, ...]:
-    """vLLM's own ladder: doubling from `low`, and `high`."""
-    budgets = [low]
-    while budgets[-1] * 2 <= high:
-        budgets.append(budgets[-1] * 2)
-    return tuple(budgets if budgets[-1] == high else [*budgets, high])

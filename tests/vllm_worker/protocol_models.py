@@ -122,17 +122,21 @@ class FewItems(Base):
 class TwoPaths(Base):
     """A whole picture (4 tokens) and 0 or more crops (2 tokens each), assembled afterwards."""
 
+    wholes = "global"
+
     def get_encoder_cudagraph_config(self) -> Any:
         rule = types.SimpleNamespace
         return config(
             paths={
-                "global": rule(min_token_budget=4, allow_zero_tokens=False),
+                self.wholes: rule(min_token_budget=4, allow_zero_tokens=False),
                 "local": rule(min_token_budget=2, allow_zero_tokens=True),
             }
         )
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
-        return [spec(4, 4 + 2 * n, **{"global": 4, "local": 2 * n}) for n in mm_kwargs["num_crops"]]
+        return [
+            spec(4, 4 + 2 * n, **{self.wholes: 4, "local": 2 * n}) for n in mm_kwargs["num_crops"]
+        ]
 
     def select_encoder_cudagraph_items(
         self, mm_kwargs: dict[str, Any], indices: list[int]
@@ -154,7 +158,7 @@ class TwoPaths(Base):
         path: str = "default",
         axis_keys: Any = None,
     ) -> Any:
-        if path == "global":
+        if path == self.wholes:
             return types.SimpleNamespace(
                 values={"pixel_values": torch.randn(token_budget // 4, 4, 8)}
             )
@@ -163,13 +167,13 @@ class TwoPaths(Base):
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], items: int, frames: int, path: str = "default"
     ) -> Any:
-        key = "pixel_values" if path == "global" else "crops"
+        key = "pixel_values" if path == self.wholes else "crops"
         return types.SimpleNamespace(values={key: mm_kwargs[key]})
 
     def encoder_cudagraph_forward(
         self, inputs: dict[str, torch.Tensor], path: str = "default"
     ) -> torch.Tensor:
-        return self.tower(inputs["pixel_values" if path == "global" else "crops"]).flatten(0, 1)
+        return self.tower(inputs["pixel_values" if path == self.wholes else "crops"]).flatten(0, 1)
 
     encoder_eager_forward = encoder_cudagraph_forward  # type: ignore[assignment]
 
@@ -186,7 +190,7 @@ class TwoPaths(Base):
         first = 0
         for at, index in enumerate(indices):
             crops = 2 * batch_mm_kwargs["num_crops"][at]
-            parts = [outputs["global"][4 * at : 4 * at + 4]]
+            parts = [outputs[self.wholes][4 * at : 4 * at + 4]]
             if crops:
                 parts.append(outputs["local"][first : first + crops])
             first += crops
@@ -198,6 +202,12 @@ class TwoPaths(Base):
             torch.cat([self.tower(picture), self.tower(own).flatten(0, 1)])
             for picture, own in zip(mm_kwargs["pixel_values"], crops, strict=True)
         ]
+
+
+class PathsWithDefault(TwoPaths):
+    """One of whose paths has the name of an only one."""
+
+    wholes = "default"
 
 
 class PaddedPositions(Base):
@@ -566,3 +576,72 @@ class MergesAfterwards(Patches):
         super().postprocess_encoder_output(
             {"default": merged}, indices, per_item_out_tokens, dest, clone, batch_mm_kwargs
         )
+
+
+class Selects(Base):
+    """Whose selection of items is more than their part of the request: another key, other numbers,
+    and the axes with what its postprocessing reads."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        return config(capture_axes=((1, 2),) if self.how == "axes" else ())
+
+    def select_encoder_cudagraph_items(
+        self, mm_kwargs: dict[str, Any], indices: list[int]
+    ) -> dict[str, Any]:
+        selected = super().select_encoder_cudagraph_items(mm_kwargs, indices)
+        more: dict[str, Any] = {"scale": 2.0, "count": len(indices)}
+        if self.how == "numbers":
+            more = {"pixel_values": selected["pixel_values"] * 2}
+        return selected | more | ({AXIS_KEYS: (2,)} if self.how == "axes" else {})
+
+    def _pixels(self, mm_kwargs: dict[str, Any]) -> torch.Tensor:
+        pixels = mm_kwargs["pixel_values"]
+        return pixels if self.how == "numbers" else pixels * mm_kwargs["scale"]
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *rest: Any, **more: Any
+    ) -> Any:
+        return types.SimpleNamespace(values={"pixel_values": self._pixels(mm_kwargs)})
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        return self.tower(self._pixels(mm_kwargs)).flatten(0, 1)
+
+    def postprocess_encoder_output(  # type: ignore[override]
+        self, outputs: Any, indices: list[int], tokens: list[int], dest: Any, **more: Any
+    ) -> None:
+        assert self.how == "numbers" or more["batch_mm_kwargs"]["count"] == len(indices)
+        super().postprocess_encoder_output(outputs, indices, tokens, dest)
+
+    def embed_multimodal(self, **mm_kwargs: Any) -> list[torch.Tensor]:
+        return list(self.tower(mm_kwargs["pixel_values"] * 2))
+
+
+class Batched(Base):
+    """Whose outputs have a leading dimension of one."""
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        return super().encoder_cudagraph_forward(inputs)[None]
+
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], path: str = "default"
+    ) -> torch.Tensor:
+        return super().encoder_eager_forward(mm_kwargs)[None]
+
+
+class LosesRows(Base):
+    """Whose postprocessing leaves out the last row of each item."""
+
+    def postprocess_encoder_output(  # type: ignore[override]
+        self, outputs: Any, indices: list[int], tokens: list[int], dest: Any, **more: Any
+    ) -> None:
+        super().postprocess_encoder_output(outputs, indices, tokens, dest)
+        for index in indices:
+            dest[index] = dest[index][:-1]

@@ -140,6 +140,8 @@ def test_replays_equal_the_models_own_code(
         for one, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert manager.stats()["graph_misses"] == 0
+    copied = [kind for kind, come in graphs.adapter._requests._come_selected.items() if not come]
+    assert not copied, "a selection of all items says no more than the request"
 
 
 def test_pictures_that_graphs_are_checked_with_are_no_strips(engine: Any) -> None:

@@ -39,10 +39,11 @@ def test_rows_of_a_fixed_size_keep_vllms_ladder(engine: Any) -> None:
     assert served.stats()["graph_misses"] == 9
 
 
-def test_several_paths_are_replayed_together(engine: Any) -> None:
-    from protocol_models import TwoPaths
+@pytest.mark.parametrize("name", ["TwoPaths", "PathsWithDefault"])
+def test_several_paths_are_replayed_together(engine: Any, name: str) -> None:
+    import protocol_models
 
-    model = TwoPaths()
+    model = getattr(protocol_models, name)()
     served = executor_for(engine, model)
     for crops in ([1, 0, 2], [0], [3], [0, 0]):
         group = {
@@ -55,7 +56,7 @@ def test_several_paths_are_replayed_together(engine: Any) -> None:
         assert equal(ours, model.embed_multimodal(**group))
     replays = served.stats()["replays"]
     assert any("local" in key for key in replays)
-    assert any("global" in key for key in replays)
+    assert any(f"/{model.wholes}[" in key for key in replays)
 
 
 def test_one_path_too_large_makes_the_whole_group_eager(engine: Any) -> None:
@@ -426,6 +427,99 @@ def test_a_single_key_on_an_axis_is_still_selected_for(engine: Any) -> None:
     assert served.execute({"pixel_values": torch.randn(1, 4, 8), "scales": [7]}) is None
 
 
+@pytest.mark.parametrize("policy", ["single", "packed"])
+@pytest.mark.parametrize("how", ["keys", "numbers", "axes"])
+def test_what_a_model_selects_is_what_its_code_gets(engine: Any, how: str, policy: str) -> None:
+    """vLLM's manager hands every group through the selection, a whole one as well."""
+    from protocol_models import Selects
+
+    engine.additional_config["graphhal"]["policy"] = policy
+    model = Selects(how)
+    served = executor_for(engine, model)
+    for images in (1, 3, 2):
+        group = {"pixel_values": torch.randn(images, 4, 8)}
+        assert equal(served.execute(group), model.embed_multimodal(**group))
+    assert served.stats()["graph_misses"] == 0
+
+
+@pytest.mark.parametrize("odd", [None, float("nan")])
+def test_a_whole_group_is_copied_by_no_selection_that_changes_nothing(
+    engine: Any, odd: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from protocol_models import Base
+
+    model, asked = Base(), list[list[int]]()
+    served = executor_for(engine, model)
+
+    def selection(mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        asked.append(indices)
+        return Base.select_encoder_cudagraph_items(model, mm_kwargs, indices)
+
+    monkeypatch.setattr(model, "select_encoder_cudagraph_items", selection)
+    for _ in range(2):
+        group = {"pixel_values": torch.randn(2, 4, 8), "ids": ["a", "b"], "rest": None}
+        if odd is not None:
+            group["pixel_values"][0, 0, 0] = odd  # type: ignore[index]
+        served.execute(group)
+    assert asked == [[0, 1]], "of the first group, to compare"
+
+
+GRIDS = torch.tensor([[1, 2, 2], [1, 4, 4]])
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        ([[1, 2, 2], [1, 4, 4]], True),
+        ([GRIDS[0], [1, 4, 4]], True),
+        ([[1, 2, 2], [1, 4, 2]], False),
+        (GRIDS * 2, False),
+        (GRIDS.float(), False),
+        ([[1, 2, 2]], None),
+        (GRIDS[:1], None),
+        ([1, [1, 4, 4]], None),
+        ("grids", False),
+        (None, False),
+    ],
+)
+def test_inputs_are_the_same_whatever_holds_their_numbers(one: Any, same: bool | None) -> None:
+    from graphhal.vllm_worker.protocol_requests import _is_same
+
+    assert _is_same(one, GRIDS) is same
+    assert _is_same(["a", None, 1.5, one], ["a", None, 1.5, GRIDS]) is same
+
+
+def test_a_selection_that_fails_is_done_without(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole groups need none."""
+    from protocol_models import Base
+
+    monkeypatch.delattr(Base, "select_encoder_cudagraph_items")
+    model = Base()
+    served = executor_for(engine, model)
+    group = {"pixel_values": torch.randn(2, 4, 8)}
+    assert equal(served.execute(group), model.embed_multimodal(**group))
+
+
+def test_rows_are_rows_whatever_dimensions_a_model_gives_them(engine: Any) -> None:
+    from protocol_models import Batched
+
+    model = Batched()
+    served = executor_for(engine, model)
+    group = {"pixel_values": torch.randn(2, 4, 8)}
+    assert equal(served.execute(group), model.embed_multimodal(**group))
+
+
+def test_items_that_are_put_together_with_other_rows_run_eagerly(engine: Any) -> None:
+    """vLLM would find too few for the places in the prompt, and end."""
+    from protocol_models import LosesRows
+
+    served = executor_for(engine, LosesRows())
+    assert served.execute({"pixel_values": torch.randn(2, 4, 8)}) is None
+    assert served.stats()["misses"] == {"image": {"the adapter does not replay such a group": 2}}
+
+
 @pytest.mark.parametrize(
     "step", ["prepare_encoder_cudagraph_replay_buffers", "get_encoder_cudagraph_item_specs"]
 )
@@ -674,7 +768,7 @@ def test_the_old_spelling_of_two_paths() -> None:
             self, output: Any, indices: Any, tokens: Any, dest: Any, clone: bool = False,
             batch_mm_kwargs: Any = None, local_output: Any = None,
         ) -> None:  # fmt: skip
-            dest[0] = (output, local_output)
+            dest[0] = torch.cat([output, local_output])
 
     dialect = Dialect(Old())
     paths = dialect.paths(old)
@@ -684,4 +778,25 @@ def test_the_old_spelling_of_two_paths() -> None:
         output_tokens=372, global_output_tokens=272, local_output_tokens=100
     )
     assert dialect.path_tokens(spec, "local") == 100
-    assert dialect.postprocess({"global": 1, "local": 2}, [372], {}) == [(1, 2)]  # type: ignore[dict-item]
+    made = {"global": torch.ones(272, 1), "local": torch.zeros(100, 1)}
+    (item,) = dialect.postprocess(made, [372], {})
+    assert torch.equal(item, torch.cat([made["global"], made["local"]]))
+
+
+def test_methods_that_are_wrapped_are_called_as_those_of_the_newest_vllm() -> None:
+    from graphhal.vllm_worker.protocol import Dialect
+
+    class Wrapped:
+        def prepare_encoder_cudagraph_capture_inputs(self, *arguments: Any) -> Any:
+            return types.SimpleNamespace(values={"axes": arguments[6]})
+
+        def postprocess_encoder_output(self, *arguments: Any, **named: Any) -> None:
+            outputs, _, _, dest = arguments
+            dest[0] = outputs["default"]
+
+    dialect = Dialect(Wrapped())
+    device = torch.device("cpu")
+    made = dialect.capture_inputs(4, 1, 1, device, torch.float32, "default", (1,))
+    assert made == {"axes": (1,)}
+    rows = torch.ones(2, 1)
+    assert dialect.postprocess({"default": rows}, [2], {}) == [rows]
