@@ -305,7 +305,8 @@ def _probe(found: FoundPlugin) -> FoundPlugin:
     except (Exception, SystemExit) as error:  # a third party's code: report it and go on
         log.warning("probing plugin %s failed", found.name, exc_info=True)
         because = "" if error.__cause__ is None else f" ({error.__cause__})"
-        status = Unavailable(f"its probe failed with {_told(error)}{because}")
+        # Nobody knows whether its device is here; a broken plugin keeps no other from serving.
+        status = Unavailable(f"its probe failed with {_told(error)}{because}", absent=True)
     if isinstance(status, PlatformInfo) and status.name != found.name:
         status = f"it calls itself {status.name!r}; an entry point carries the platform's name"
     elif not isinstance(status, PlatformInfo | Unavailable):

@@ -24,6 +24,7 @@ from graphhal.bench import measure, workload
 from graphhal.cli import screen
 from graphhal.cli.app import app, main
 from graphhal.hookspecs import hookimpl
+from graphhal.platform import Unavailable
 from graphhal.runner import EncoderGraphs
 from graphhal.stats import Statistics
 
@@ -120,9 +121,34 @@ def test_a_narrow_terminal_breaks_no_word(
         assert lines[1:3] == ["photograph 224×224", "  graph milliseconds: 41.3 (40.8–41.7)"]
 
 
-def test_tables_go_nowhere_where_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("json_too", [True, False])
+def test_what_plugins_print_is_not_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, json_too: bool
+) -> None:
+    class Talkative:
+        @hookimpl
+        def graphhal_probe(self) -> Unavailable:
+            print("looking for devices")
+            return Unavailable("there is none", absent=True)
+
+    found = discovery.FoundPlugin("talkative", "vendor", "1", "loaded", Talkative())
+    load = discovery._load
+    monkeypatch.setattr(discovery, "_load", lambda *a: [*load(*a), found])
+    result = run("platforms", *["--json"] * json_too)
+    assert result.exit_code == 0
+    assert "looking for devices" not in result.stdout
+    assert "looking for devices" in result.stderr
+    assert "there is none" in result.stdout
+    assert not json_too or json.loads(result.stdout)["active"] == "cpu"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_results_go_nowhere_where_the_output_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
     monkeypatch.setattr("sys.stdout", None)
-    assert app(["platforms"], standalone_mode=False) is None
+    assert app(["platforms", *options], standalone_mode=False) is None
+    assert capsys.readouterr().err == ""
 
 
 def test_an_output_of_few_characters_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

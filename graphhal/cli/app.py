@@ -14,14 +14,14 @@ from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import graphhal
+from graphhal.cli import screen
 from graphhal.cli.bench import bench
 from graphhal.cli.check import check
 from graphhal.cli.plan import plan
 from graphhal.cli.platforms import platforms
-from graphhal.cli.screen import fail
 from graphhal.errors import GraphhalError, NoPlatformError, SettingsError
 
 OPTIONAL = ("torch", "transformers", "matplotlib", "PIL", "soundfile", "scipy", "skimage")
@@ -33,23 +33,29 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except (SettingsError, NoPlatformError) as error:
-            raise fail(str(error), status=2) from error
+            raise screen.fail(str(error), status=2) from error
         except typer.BadParameter as error:  # words of the library that Typer checks with
             error.message = error.message.removeprefix("Value error, ")
             raise
         except GraphhalError as error:
-            raise fail(str(error)) from error
+            raise screen.fail(str(error)) from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # who reads has seen enough; Typer knows what to do
                 raise
-            raise fail(str(error)) from error
+            raise screen.fail(str(error)) from error
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package not in OPTIONAL:
                 raise
-            raise fail(
+            raise screen.fail(
                 f"the package {package} is not installed; this command needs graphhal[bench]"
             ) from error
+
+
+class _Command(TyperCommand):
+    def invoke(self, ctx: Any) -> Any:
+        with screen.only_ours_on_standard_output():
+            return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -59,7 +65,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (platforms, bench, check, plan):
-    app.command()(command)
+    app.command(cls=_Command)(command)
 
 
 def _print_version(wanted: bool) -> None:

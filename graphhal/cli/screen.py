@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,9 +31,28 @@ PLAIN_WIDTH = 160
 
 def console(stderr: bool = False) -> Console:
     """Where tables go; as wide as the terminal, or `PLAIN_WIDTH`; nowhere, where that is closed."""
-    stream: TextIO | None = sys.stderr if stderr else sys.stdout
+    stream: TextIO | None = sys.stderr if stderr else _output()
     width = None if stream is not None and stream.isatty() else PLAIN_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    return Console(file=stream, stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+@contextmanager
+def only_ours_on_standard_output() -> Iterator[None]:
+    """What plugins and towers print meanwhile goes to standard error: a reader of `--json` gets
+    one document."""
+    _ours.append(sys.stdout or StringIO())  # None where it is closed
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _ours.pop()
+
+
+_ours: list[TextIO] = []
+
+
+def _output() -> TextIO | None:
+    return _ours[-1] if _ours else sys.stdout
 
 
 def fail(message: str, status: int = 1) -> typer.Exit:
@@ -74,7 +94,8 @@ class _Warnings(logging.Handler):
 
 def print_json(data: Any) -> None:
     """The one document that `--json` writes to standard output; not a number becomes null."""
-    typer.echo(json.dumps(_without_nan(data), indent=2, sort_keys=True, allow_nan=False))
+    text = json.dumps(_without_nan(data), indent=2, sort_keys=True, allow_nan=False)
+    typer.echo(text, file=_output())
 
 
 def _without_nan(data: Any) -> Any:
