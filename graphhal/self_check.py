@@ -5,6 +5,7 @@ memory of the graph pool are filled with NaN: a graph that reads a row nobody wr
 """
 
 import logging
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -106,6 +107,8 @@ def check(
     take turns graph by graph while the next will have ended within `budget_seconds`. Where any of
     them fails, a graph of the same path that had no time for all of its own is not used either.
 
+    A case that a graph fails becomes one of the other graphs of its path: they would serve it now.
+
     The caller drops a graph when it is yielded.
     """
     if mode is SelfCheck.OFF:
@@ -124,6 +127,7 @@ def check(
     full: dict[str, _Case] = {}
     references: dict[str, _References] = {}
     others: dict[GraphKey, list[_Case]] = {}
+    suspects: dict[str, list[_Case]] = {}
     for entry in sorted(graphs.entries.values(), key=lambda e: e.capacity.rows):
         capacity, path = entry.capacity, entry.capacity.key.path
         try:
@@ -141,18 +145,25 @@ def check(
             for items in [full[path]] if path in full else cases[:2]:
                 if items not in always and execution.fits(capacity, items):
                     always.append(items)
+        failed_before = suspects.setdefault(path, [])
+        always += [i for i in failed_before if execution.fits(capacity, i)]
         eager = references.setdefault(path, {})
         reason = None
         for items in always:
-            reason = reason or problem(capacity.key, items, eager)
+            reason = problem(capacity.key, items, eager)
+            if reason is not None:
+                break
         if reason is not None:
+            failed_before.append(items)
             yield capacity.key, reason
         elif mode is SelfCheck.FULL:
             others[capacity.key] = [case for case in cases if case not in always]
         full[path] = always[0]
         references[path] = {k: v for k, v in eager.items() if k == _case_key(always[0])}
     failed: set[str] = set()
-    for key, items in _in_turns(others):
+    turns = deque(_in_turns(others))
+    while turns:
+        key, items = turns.popleft()
         if key not in graphs.entries:
             continue
         over = perf_counter() - started + slowest > budget_seconds
@@ -163,6 +174,13 @@ def check(
         if reason is not None:
             failed.add(key.path)
             yield key, reason
+            for other, left in others.items():
+                heir = graphs.entries.get(other)
+                if heir is None or other.path != key.path:
+                    continue
+                if execution.fits(heir.capacity, items):
+                    left.append(items)
+                    turns.appendleft((other, items))
     for key, left in others.items():
         if left and key.path in failed and key in graphs.entries:
             yield key, "self-check: no time for a case that another graph of this path failed"
@@ -214,14 +232,17 @@ def _compare(
     group = GroupOutput(starts[-1])
     try:
         request = adapter.example(items, seed=1)
+        step, inputs = execution.prepare(entry, items, starts), entry.graph.request.inputs
         if key not in eager:
             reference = GroupOutput(starts[-1])
             execution.eager(request, items, starts, reference, "reference")
             eager[key] = reference.filled()
+            with graphs.reference_step(inputs):  # what staging keeps of a request shows in the next
+                step.stage(adapter.example(items, seed=2))
         graphs.poison(entry)
-        with graphs.reference_step(entry.graph.request.inputs):  # whose end waits, not for ever
-            execution.replay(request, execution.prepare(entry, items, starts), group)
-        with graphs.reference_step(entry.graph.request.inputs):
+        with graphs.reference_step(inputs):  # whose end waits, not for ever
+            execution.replay(request, step, group)
+        with graphs.reference_step(inputs):
             found = Difference.between(group.filled(), eager[key])
     except OuterCaptureError:
         return "self-check: another capture is running on this stream"

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from graphhal import self_check
 from graphhal.errors import ReplayError
 from graphhal.graph_set import GraphSet
-from graphhal.plan import GraphKey
+from graphhal.plan import GraphKey, SequenceBound
 from graphhal.runner import EncoderGraphs
 from graphhal.self_check import TOKEN_FACTOR, TOLERANCE, Difference
 from graphhal.settings import Settings
 from tests.plain_platform import PlainPlugin, plain_attention, plain_platform
-from tests.toy_encoder import MERGE, ToyEncoder, images
+from tests.toy_encoder import FULL, MERGE, ToyEncoder, images
 
 BUDGETS = (4, 8, 16)
 
@@ -255,6 +255,79 @@ def test_a_check_takes_no_longer_than_the_capture(monkeypatch, capture):
     assert capture - 2 * 16 < clock.now <= max(capture, 4 * 3 + 8 * 2 + 16 * 2)
 
 
+class KeepsARequest(ToyEncoder):
+    """Stages the first request of each size for ever."""
+
+    def stager(self, items, inputs):
+        first = []
+
+        def stage(mm_kwargs):
+            first.append(mm_kwargs)
+            self.stage(first[0], items, inputs)
+
+        return stage
+
+
+@pytest.mark.parametrize("mode", ["full", "quick"])
+def test_what_staging_keeps_of_a_request_is_found(mode):
+    graphs = captured(PlainPlugin(), KeepsARequest(budgets=BUDGETS), self_check=mode)
+    assert dropped(graphs) == list(BUDGETS)
+
+
+class FewAreOtherwise(ToyEncoder):
+    """Three tokens or fewer are computed otherwise: in graphs, by the graph's size."""
+
+    def forward(self, inputs, max_seqlen):
+        few = len(inputs["pixels"]) <= 3 * MERGE
+        return [level * (1 + few) for level in super().forward(inputs, max_seqlen)]
+
+
+class SevenIsWrong(ToyEncoder):
+    """In graphs, one sequence of seven tokens is computed wrongly."""
+
+    def forward(self, inputs, max_seqlen):
+        wrong = (inputs["cu_seqlens"][1] == 7 * MERGE) * (len(inputs["pixels"]) > 7 * MERGE)
+        return [level * (1 + wrong) for level in super().forward(inputs, max_seqlen)]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "lost"), [(FewAreOtherwise, [4, 8, 16]), (SevenIsWrong, [8, 16])]
+)
+def test_a_case_that_a_graph_fails_is_one_of_the_larger_graphs_too(adapter, lost):
+    graphs = captured(PlainPlugin(), adapter(budgets=BUDGETS))
+    assert dropped(graphs) == lost
+    assert all("differs from eager" in line.reason for line in graphs.report.dropped)
+    for tokens in ((3,), (7,), (16,)):
+        asked = images(*tokens)
+        torch.testing.assert_close(graphs.run(asked), graphs.run_eager(asked))
+
+
+def test_a_case_that_a_graph_fails_is_none_of_another_paths():
+    class LargeFilms(SevenIsWrong):
+        def capacities(self, settings):
+            every = super().capacities(settings)
+            return tuple(c for c in every if c.key.path == "image" or c.key.size == 16)
+
+    graphs = captured(PlainPlugin(), LargeFilms(budgets=BUDGETS, paths=("image", "video")))
+    left = graphs.keys()
+    assert [(key.path, key.size) for key in left] == [("image", 4), ("video", 16)]
+
+
+@pytest.mark.parametrize("mode", ["full", "quick"])
+def test_a_case_that_a_graph_fails_is_none_of_graphs_that_cannot_hold_it(mode):
+    class FewerSlotsInEight(ToyEncoder):
+        def capacities(self, settings):
+            few = {FULL: SequenceBound(8 * MERGE, 2, 8 * MERGE)}
+            return tuple(
+                replace(c, items=1, sequences={**c.sequences, **few}) if c.key.size == 8 else c
+                for c in super().capacities(settings)
+            )
+
+    plugin = PlainPlugin(after_replay=only(4, scale))
+    graphs = captured(plugin, FewerSlotsInEight(budgets=BUDGETS), self_check=mode)
+    assert dropped(graphs) == [4]
+
+
 class LongIsWrong(ToyEncoder):
     """In graphs, one sequence of more than six tokens is computed wrongly."""
 
@@ -287,8 +360,8 @@ def test_eager_references_are_shared_between_graphs():
     replays = plugin.count("replay")
     # More for the output's width, for the buffers, for the example of each capture, and for its
     # packed inputs before and after; of each replay for poison before, for the replay itself, and
-    # for the comparison.
-    assert eager - 2 - 3 * len(BUDGETS) - 3 * replays == replays - 2
+    # for the comparison. Beside each reference another request is staged.
+    assert eager - 2 - 3 * len(BUDGETS) - 3 * replays == 2 * (replays - 2)
 
 
 @pytest.mark.parametrize(
