@@ -125,10 +125,11 @@ class Boundaries:
             BoundariesError: the sequences cover more than `rows`, or do not fit the slots, or
                 leave an empty slot that the kernel cannot take.
         """
-        slack = rows - self.rows
+        slack = _as_int(rows, "rows") - self.rows
         if slack < 0:
             raise BoundariesError(f"{self.rows} rows of sequences do not fit a buffer of {rows}")
-        if longest is not None and longest < 1:
+        slots = None if slots is None else _as_int(slots, "slots")
+        if longest is not None and _as_int(longest, "longest") < 1:
             raise BoundariesError(f"longest must be 1 or more, not {longest}")
         bound = slack if longest is None else min(longest, slack)
         dummies = -(-slack // bound) if slack else 0
@@ -158,7 +159,10 @@ def _cut(start: int, rows: int, pieces: int, longest: int) -> Iterator[int]:
 
 
 def _as_ints(values: Iterable[object], what: str) -> tuple[int, ...]:
-    given = tuple(values)
+    try:
+        given = tuple(values)
+    except TypeError as error:
+        raise BoundariesError(f"boundaries are a list of host integers, got {values!r}") from error
     if all(type(value) is int for value in given):  # every new group of sizes comes by here
         return given  # type: ignore[return-value]
     return tuple(_as_int(value, what.format(index)) for index, value in enumerate(given))

@@ -178,3 +178,18 @@ def test_long_boundaries_are_shortened_in_messages():
     with pytest.raises(BoundariesError) as caught:
         Boundaries((*range(1, 1000), 999))
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("value", [None, 5, 2.5])
+def test_what_is_no_list_is_refused(value):
+    with pytest.raises(BoundariesError, match=r"^boundaries are a list of host integers, got "):
+        Boundaries(value)
+
+
+@pytest.mark.parametrize(("at", "name"), [(0, "rows"), (1, "slots"), (2, "longest")])
+@pytest.mark.parametrize("value", [10.0, "10", True, torch.tensor(10)])
+def test_room_is_counted_in_host_integers(at, name, value):
+    room = [10, 10, 10]
+    room[at] = value
+    with pytest.raises(BoundariesError, match=rf"^{name} must be a host integer, got "):
+        Boundaries((3,)).padded_to(*room)

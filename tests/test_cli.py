@@ -302,6 +302,7 @@ def test_a_slow_input_is_repeated_less_often(clip: Path, monkeypatch: pytest.Mon
         (["bench", "--set", "polcy=single"], 2, "unknown option 'polcy'. Options: "),
         (["bench", "--set", "policy"], 2, "--set takes NAME=VALUE, got 'policy'"),
         (["bench", "--set", "policy=fast"], 2, "option 'policy'"),
+        (["check", "--set", "policy=fast"], 2, "option 'policy'"),
         (["bench", "--preset", "huge"], 2, "'--preset': 'huge' is not one of"),
         (["bench", "--repeat", "0"], 2, "repeat"),
         (["bench", "--seed", str(2**64)], 2, "seed"),

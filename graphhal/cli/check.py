@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from graphhal.cli import screen, towers
+from graphhal.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,8 +55,9 @@ def check(
 
     Every worst case is replayed: policy, exact_only and self_check are set here.
     """
-    options = towers.parse_options(None, option) | ALL_CASES
-    opened, settings = towers.open_with(platform, options)
+    given = towers.parse_options(None, option)
+    Settings.from_mapping(given)  # what is set here all the same has to be an option, and right
+    opened, settings = towers.open_with(platform, given | ALL_CASES)
     from graphhal.runner import EncoderGraphs
 
     lines: list[Checked] = []
