@@ -5,7 +5,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,13 @@ from typing import Any
 import torch
 
 from graphhal.discovery import open_platform
-from graphhal.errors import (
-    AdapterError,
-    GraphhalError,
-    InputError,
-    NoPlatformError,
-    SettingsError,
-)
+from graphhal.errors import InputError, NoPlatformError, SettingsError
 from graphhal.peers import Peers
 from graphhal.platform import Platform
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
 from graphhal.vllm_worker import compatibility, memory, ranks, touched, towers
-from graphhal.vllm_worker.limits import merged, most_tokens, with_free_slots
+from graphhal.vllm_worker.limits import merged, with_free_slots
 from graphhal.vllm_worker.metrics import Reporter
 from graphhal.vllm_worker.protocol import has_protocol
 from graphhal.vllm_worker.refusals import (
@@ -34,10 +28,11 @@ from graphhal.vllm_worker.refusals import (
     SIGHT_KEYS,
     UNKNOWN,
     engine_refusal,
-    own_code_fails,
     request_refusal,
 )
 from graphhal.vllm_worker.served_encoder import ServedEncoder
+from graphhal.vllm_worker.serving import serving_of, vllm_context
+from graphhal.vllm_worker.summed_stats import summed
 from graphhal.vllm_worker.switch import wants_encoder_graphs
 from graphhal.vllm_worker.unsized_groups import count_items, modality_of
 from graphhal.vllm_worker.vllms_log import join_vllms_log, warn_once
@@ -174,9 +169,9 @@ class EncoderGraphExecutor:
         self._process = os.getpid()
         self._captured = False
         self._held: torch.Tensor | None = None
-        self._limit: int | None = None
         self._taken = memory.Taken(0, None)
         self._misses: dict[tuple[str, str], int] = {}
+        self._limit: int | None = None
         self._served: list[ServedEncoder] = []
         self._refused: dict[str, str] = {}
         self._said: set[str] = set()
@@ -216,61 +211,10 @@ class EncoderGraphExecutor:
         self, model: Any, platform: Platform, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.refusal = _given_up.get(model)
-        if self.refusal is not None:
-            return
-        try:
-            found = towers.encoders_of(model, self._vllm_config, self.settings, device, dtype)
-        except SettingsError:
-            raise
-        except AdapterError as error:
-            self.refusal = str(error)  # its groups are counted under it
-            log.warning("graphhal: %s runs eagerly: %s", self.name, error)
-            return
-        except Exception as error:  # the model's own code
-            self.refusal = own_code_fails(error)
-            log.warning("graphhal: %s runs eagerly: %s", self.name, self.refusal, exc_info=True)
-            return
-        if not found:
-            return
-        self._limit = memory.limit_bytes(self._vllm_config, model, self.settings, platform)
-        settings = self.settings.model_copy(
-            update={
-                "memory_limit": self._limit,
-                "warmups": self._warmups(),
-                "max_tokens": most_tokens(self.settings, self._vllm_config),
-            }
-        )
-        # vLLM's budgets are for vision; audio graphs have sizes of their own.
-        budgets = towers.settings_of(self._vllm_config).token_budgets
-        audio = settings.model_copy(update={"token_budgets": budgets})
-        peers, group = ranks.sharing(self._vllm_config, model)
-        for encoder in found:
-            if encoder.refusal is not None:
-                self._refuse(encoder, encoder.refusal)
-                continue
-            own = audio if encoder.modalities == ("audio",) else settings
-            try:
-                served = ServedEncoder(encoder, platform, own, peers, group)
-                # The model's own code may be asked for the first time.
-                with _vllm_context(self._vllm_config):
-                    ladders = [graphs.ladder() for graphs in served.graphs.values()]
-                if group is not None and not all(ladders):
-                    # Ranks that share would always encode, and one without items ask a graph how
-                    # wide outputs are.
-                    self._refuse(encoder, "no graph is asked for")
-                    continue
-                self._served.append(served)
-            except GraphhalError as error:
-                self._refuse(encoder, str(error))
-            except Exception as error:  # noqa: BLE001  (the model's own code)
-                self._refuse(encoder, own_code_fails(error), traceback=True)
-        if not self._served:
-            self.refusal = "; ".join(dict.fromkeys(self._refused.values()))
-
-    def _refuse(self, encoder: towers.Encoder, reason: str, traceback: bool = False) -> None:
-        """Serve the others; groups of this one are counted under the reason."""
-        log.warning("graphhal: %s runs eagerly: %s", encoder.name, reason, exc_info=traceback)
-        self._refused |= dict.fromkeys(encoder.modalities, reason)
+        if self.refusal is None:
+            found = serving_of(model, self._vllm_config, self.settings, platform, device, dtype)
+            self._served, self._refused = found.encoders, found.refused
+            self.refusal, self._limit = found.refusal, found.limit
 
     def serve_alike(self, peers: Peers) -> None:
         """Serve nothing, with one loud line, where other ranks serve otherwise."""
@@ -286,12 +230,6 @@ class EncoderGraphExecutor:
         log.warning("graphhal: %s runs eagerly: %s", self.name, reason, exc_info=traceback)
         self._served.clear()
         self.token_budgets = []
-
-    def _warmups(self) -> int:
-        """As many as the operator asks for; else one, as with vLLM's own manager: the towers have
-        run before, and a ladder of large graphs takes seconds for each."""
-        asked = "warmups" in self.settings.model_fields_set
-        return self.settings.warmups if asked else 1
 
     def supports_modality(self, modality: str) -> bool:
         """Whether a group of this modality may be given to `execute`; where nothing may be
@@ -321,7 +259,7 @@ class EncoderGraphExecutor:
             return
         profiling = memory.is_profiling()
         try:
-            with _vllm_context(self._vllm_config), memory.collecting():
+            with vllm_context(self._vllm_config), memory.collecting():
                 encoders = list(self._graphs())
                 if profiling:
                     self._held = memory.sample(self._model, encoders, self._limit)
@@ -434,53 +372,17 @@ class EncoderGraphExecutor:
 
     def stats(self) -> dict[str, Any]:
         """Counters, graphs and memory of all encoders as plain data."""
-        hits: dict[str, int] = {}
-        misses: dict[str, dict[str, int]] = {}
-        replays: dict[str, int] = {}
-        tokens: dict[str, int] = {}
-        dropped: list[tuple[str, str]] = []
-        used = computed = graph_count = graph_bytes = 0
-        seconds = check_seconds = 0.0
-        for (modality, reason), count in list(self._misses.items()):
-            misses.setdefault(modality, {})[reason] = count
-        for graphs in self._graphs():
-            one = graphs.stats()
-            _add(hits, one["hits"])
-            _add(replays, one["replays"])
-            _add(tokens, one["item_tokens"])
-            for modality, reasons in one["misses"].items():
-                _add(misses.setdefault(modality, {}), reasons)
-            # Copied at once: the thread that publishes asks while requests count.
-            used += sum(list(graphs.statistics.rows_used.values()))
-            computed += sum(list(graphs.statistics.rows_replayed.values()))
-            graph_count += one["graph_count"]
-            graph_bytes += one["graph_bytes"]
-            seconds += one["capture"]["seconds"]
-            check_seconds += one["capture"]["self_check_seconds"]
-            dropped += [(d["key"], d["reason"]) for d in one["capture"]["dropped"]]
         return {
             "model": self.name,
             "encoders": [served.encoder.name for served in self._served],
             "modalities": sorted({m for s in self._served for m in s.encoder.modalities}),
             "refusal": self.refusal,
             "refused": dict(self._refused),
-            "graph_hits": sum(hits.values()),
-            "graph_misses": sum(sum(reasons.values()) for reasons in misses.values()),
-            "hits": hits,
-            "misses": misses,
-            "replays": replays,
-            "item_tokens": tokens,
-            "rows": {"used": used, "computed": computed},
-            "padding_waste": 1 - used / computed if computed else 0.0,
-            "graph_count": graph_count,
-            "graph_bytes": graph_bytes,
+            **summed(self._graphs(), self._misses),
             "expected_bytes": self._taken.expected,
             "counted_bytes": self._taken.counted,
             "allocator_bytes": self._taken.allocator,
             "limit_bytes": self._limit,
-            "capture_seconds": seconds,
-            "self_check_seconds": check_seconds,
-            "dropped": dropped,
         }
 
     def _graphs(self) -> Iterator[EncoderGraphs]:
@@ -491,21 +393,6 @@ class EncoderGraphExecutor:
         return sorted(
             {capacity.tokens for graphs in self._graphs() for capacity in graphs.ladder()}
         )
-
-
-def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:
-    for key, count in more.items():
-        totals[key] = totals.get(key, 0) + count
-
-
-def _vllm_context(vllm_config: Any) -> AbstractContextManager[Any]:
-    """The forward context that compiled towers ask for."""
-    try:
-        from vllm.forward_context import set_forward_context
-    except ImportError:
-        return nullcontext()
-    context: AbstractContextManager[Any] = set_forward_context(None, vllm_config)
-    return context
 
 
 def _say_goodbye(reference: "weakref.ref[EncoderGraphExecutor]") -> None:

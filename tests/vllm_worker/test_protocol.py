@@ -745,7 +745,7 @@ def test_a_model_whose_own_code_fails_at_start_up_runs_eagerly_and_says_so(
 
     model = Base()
     setattr(model, step, without_tower)
-    with on_cpu.log_of("graphhal.vllm_worker.executor", caplog):
+    with on_cpu.log_of("graphhal.vllm_worker.serving", caplog):
         served = executor_for(engine, model)
     assert "Base runs eagerly: its own code for graphs fails" in caplog.text
     assert served.supports_modality("image")
