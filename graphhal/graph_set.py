@@ -13,6 +13,7 @@ from graphhal.adapter import EncoderAdapter
 from graphhal.arena import Arena, Layout
 from graphhal.boundaries import Boundaries
 from graphhal.errors import CaptureError, PluginError, ResourceExhaustedError
+from graphhal.memory_limits import first_to_keep
 from graphhal.module_notes import ModuleNotes
 from graphhal.outputs import write_levels
 from graphhal.peers import Peers
@@ -116,6 +117,23 @@ class Entry:
     kept: tuple[torch.Tensor, ...] = ()
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """One way through a ladder.
+
+    Attributes:
+        stage: as for `GraphSet.capture`.
+        limit_bytes: as for `GraphSet.capture`.
+        report: what became of each graph.
+        tried: bytes of each graph from the first on that was kept, those beyond the limit too.
+    """
+
+    stage: Stage
+    limit_bytes: int | None
+    report: CaptureReport = field(default_factory=CaptureReport)
+    tried: list[tuple[Capacity, int]] = field(default_factory=list)
+
+
 class GraphSet:
     """Captures a ladder and holds it.
 
@@ -144,17 +162,55 @@ class GraphSet:
     ) -> CaptureReport:
         """Capture what fits, largest first.
 
+        Where the limit leaves no room for smaller graphs, once more without as many of the largest
+        as leave most graphs.
+
         Args:
             ladder: capacities, in any order.
             output: an eager output of any size; tells width and dtype.
             stage: fills the static inputs of a capacity with an example; returns its boundaries.
             limit_bytes: device bytes that arenas and graphs may take; None for no limit.
         """
-        report = CaptureReport()
         started = perf_counter()
+        left, given_up, kept = _largest_first(ladder), list[Dropped](), -1
+        while True:
+            attempt = _Attempt(stage, limit_bytes)
+            self._go_through(left, output, attempt, progress)
+            report, begin = attempt.report, self._begin_anew(left, attempt)
+            if begin == 0 or len(self.entries) <= kept:  # a smaller beginning leaves no more
+                break
+            kept = len(self.entries)
+            known = {line.key: line for line in report.dropped}
+            reason = f"memory_limit: smaller graphs take its room within {limit_bytes} bytes"
+            given_up += [known.get(c.key, Dropped(c.key, reason)) for c in left[:begin]]
+            left = left[begin:]
+            self.close()
+        report.dropped = given_up + report.dropped
+        report.seconds = perf_counter() - started
+        report.num_bytes = self.num_bytes
+        return report
+
+    def _begin_anew(self, ladder: Sequence[Capacity], attempt: "_Attempt") -> int:
+        """Index of the graph to begin with, where more are kept then; the same on all ranks."""
+        if attempt.limit_bytes is None or self.arena is None:
+            return 0
+        costs = [(capacity.key.size, num_bytes) for capacity, num_bytes in attempt.tried]
+        first = first_to_keep(costs, self.arena.num_bytes, attempt.limit_bytes)
+        begin = ladder.index(attempt.tried[first][0]) if first else 0
+        return max(self._peers.exchange("graphs beyond memory_limit", begin))
+
+    def _go_through(
+        self,
+        ladder: Sequence[Capacity],
+        output: torch.Tensor,
+        attempt: "_Attempt",
+        progress: Progress | None,
+    ) -> None:
+        """Capture each graph that can be had within the limit."""
+        report = attempt.report
         left: list[tuple[Capacity, Layout]] = []
         broken: dict[GraphKey, CaptureError] = {}
-        for capacity in _largest_first(ladder):
+        for capacity in ladder:
             try:
                 layout = Layout.of(self._adapter, capacity)
             except Exception as error:
@@ -170,11 +226,11 @@ class GraphSet:
             # Agreed before a capture, too: the others would run its collectives alone.
             problem = self._agreed(capacity.key, problem)
             if problem is None and self.arena is not None:
-                problem = self._try(capacity, layout, self.arena, stage, limit_bytes, report)
+                problem = self._try(capacity, layout, self.arena, attempt)
                 problem = self._agreed(capacity.key, problem)
             if problem is not None:
                 report.drop(capacity.key, str(problem))
-                self._shrink()
+                self._shrink(attempt)
                 if isinstance(problem, ResourceExhaustedError) and self.entries:
                     report.dropped += [
                         Dropped(rest.key, f"capture stopped: {problem}") for rest, _ in left
@@ -182,9 +238,6 @@ class GraphSet:
                     left.clear()
             if progress is not None:
                 progress(total - len(left), total, capacity.key)
-        report.seconds = perf_counter() - started
-        report.num_bytes = self.num_bytes
-        return report
 
     @property
     def num_bytes(self) -> int:
@@ -285,15 +338,13 @@ class GraphSet:
         capacity: Capacity,
         layout: Layout,
         arena: Arena,
-        stage: Stage,
-        limit_bytes: int | None,
-        report: CaptureReport,
+        attempt: "_Attempt",
     ) -> CaptureError | None:
         """Capture one graph; the reason where it cannot be kept."""
         started = perf_counter()
         try:
             notes = ModuleNotes(self._adapter.modules())
-            request = self._request(capacity, layout, arena, stage, notes)
+            request = self._request(capacity, layout, arena, attempt.stage, notes)
             with self.reference_step(request.inputs):
                 staged = request.packed.clone()
             try:
@@ -314,12 +365,17 @@ class GraphSet:
         if self._adapter.whole_model:  # a host's caches are among them; encoders read none
             kept = ()
         entry = Entry(capacity, layout, graph, writes_packed, kept)
-        if limit_bytes is not None and self.num_bytes + graph.num_bytes > limit_bytes:
+        limit = attempt.limit_bytes
+        fits = limit is None or self.num_bytes + graph.num_bytes <= limit
+        attempt.tried.append((capacity, graph.num_bytes))
+        if not fits:
             self._release([graph])
-            return CaptureError(f"memory_limit: it would take more than {limit_bytes} bytes")
+            return CaptureError(f"memory_limit: it would take more than {limit} bytes")
         self._pool = graph.pool
         self.entries[capacity.key] = entry
-        report.captured.append(Captured(capacity.key, graph.num_bytes, perf_counter() - started))
+        attempt.report.captured.append(
+            Captured(capacity.key, graph.num_bytes, perf_counter() - started)
+        )
         return None
 
     def _captured(self, request: CaptureRequest) -> CapturedGraph:
@@ -341,11 +397,12 @@ class GraphSet:
         self.drop(key)
         return ResourceExhaustedError(found) if stop else CaptureError(found)
 
-    def _shrink(self) -> None:
+    def _shrink(self, attempt: "_Attempt") -> None:
         """Give the arenas back where no graph reads them: a smaller graph gets smaller ones."""
         if not self.entries:
             self.arena = None
             self._pool = None
+            attempt.tried.clear()
 
     def _make_arena(
         self, planned: Sequence[tuple[Capacity, Layout]], output: torch.Tensor

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from graphhal.boundaries import Boundaries
 from graphhal.errors import PluginError
+from graphhal.memory_limits import first_to_keep, fitting
 from graphhal.plan import GraphKey
 
 if TYPE_CHECKING:
@@ -205,18 +207,16 @@ class MemoryProfile:
 
     def kept_within(self, limit: int | None, arenas: int) -> "MemoryProfile":
         """The profile with arenas of `arenas` bytes counted in, and the graphs that capture would
-        drop beyond `limit` bytes, in their order, left out. Where some are, what the others take
-        is not known, but at most the limit."""
+        drop beyond `limit` bytes left out. Where some are, what the others take is not known, but
+        at most the limit."""
         beside = arenas + self.settled_bytes - sum(self.per_graph.values())
-        kept: dict[GraphKey, int] = {}
-        total = beside
-        for key, num_bytes in self.per_graph.items():
-            if limit is None or total + num_bytes <= limit:
-                kept[key] = num_bytes
-                total += num_bytes
-        if limit is not None and len(kept) < len(self.per_graph):
-            # Graphs share a pool: the ones kept may need what a dropped one would have brought.
-            total = min(limit, arenas + self.settled_bytes)
+        total, kept = arenas + self.settled_bytes, dict(self.per_graph)
+        if limit is not None and total > limit:
+            costs = [(key.size, num_bytes) for key, num_bytes in kept.items()]
+            start = first_to_keep(costs, beside, limit)
+            fits = [*[False] * start, *fitting(costs, beside, limit, start)] if costs else []
+            kept = dict(compress(kept.items(), fits))
+            total = limit
         return MemoryProfile(total, self.transient_bytes, kept)
 
 

@@ -145,7 +145,7 @@ class Settings(BaseSettings):
         max_items: items in one graph, at most; in vLLM workers 64 where empty sequences are free.
         max_frames: video frames in one graph, at most.
         memory_limit: bytes (`650MiB`) or fraction of free device memory (`10%`, 0.1) that graphs
-            may take; what does not fit is dropped, named, and runs eagerly.
+            may take; what does not fit, the largest first, is dropped, named, and runs eagerly.
         self_check: `full`, `quick` or `off`.
         exact_only: replay only where a graph leaves no padding row (bit-equal to eager, or eager).
         warmups: eager passes before each capture; in vLLM workers 1, as with its own manager.

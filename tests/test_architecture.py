@@ -34,7 +34,7 @@ ONLY_IMPORTERS = {
 }
 # A module imports from earlier lines only; a package counts as one, whatever it does inside.
 ORDER = (
-    {"errors", "held_places", "workspaces"},
+    {"errors", "held_places", "memory_limits", "workspaces"},
     {"boundaries", "items", "settings", "peers", "module_notes", "masked_attention"},
     {"weights"},
     {"cost_table", "stats"},

@@ -1,6 +1,7 @@
 """Capture of a ladder: order, shared arenas, limits, failures; nothing of it stops a server."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,8 +18,10 @@ from graphhal.errors import (
     SettingsError,
 )
 from graphhal.graph_set import GraphSet
+from graphhal.hookspecs import hookimpl
 from graphhal.peers import Peers
 from graphhal.plan import GraphKey
+from graphhal.platform import CaptureRequest, MemoryProfile
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
 from tests.plain_platform import PlainPlugin, plain_platform
@@ -139,6 +142,64 @@ def test_a_limit_drops_the_largest_and_names_them(caplog):
     assert report.num_bytes == limit
     assert plugin.live == 3
     assert_still_serves(graphs)
+
+
+class Pooled(PlainPlugin):
+    """The first graph of a pool brings a KiB a token, which others share; each takes two more, and
+    one of them more than anyone has."""
+
+    def __init__(self, excessive: int = 0) -> None:
+        super().__init__()
+        own = {excessive: 10**9}
+        self.graph_bytes = lambda size: own.get(size, 2 * KIB) + (self.live <= 1) * size * KIB
+
+    @hookimpl
+    def graphhal_profile_memory(self, requests: Sequence[CaptureRequest]) -> MemoryProfile:
+        per_graph = {request.key: 2 * KIB for request in requests}
+        per_graph[requests[0].key] += requests[0].key.size * KIB
+        return MemoryProfile(sum(per_graph.values()), 0, per_graph)
+
+
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [(96, 16), (95, 15), (80, 13), (63, 10), (40, 6), (20, 3), (6, 1), (5, 0)],
+)
+def test_a_limit_leaves_the_smallest_graphs_which_gain_most(room, kept):
+    """What did not fit beside a largest graph of nearly the limit were the smallest ones."""
+    plugin, ladder = Pooled(), tuple(range(4, 65, 4))
+    limit = arena_bytes(4 * kept or 4) + room * KIB
+    graphs = graphs_on(plugin, ToyEncoder(budgets=ladder), memory_limit=limit)
+    profile = graphs.profile_memory()
+    report = graphs.capture()
+    assert sizes(report.captured) == sorted(ladder[:kept], reverse=True)
+    assert sorted(sizes(report.dropped)) == list(ladder[kept:])
+    assert all(line.reason.startswith("memory_limit: ") for line in report.dropped)
+    assert report.num_bytes <= limit
+    assert plugin.live == kept
+    assert abs(len(profile.per_graph) - kept) <= 1  # arenas are not quite in proportion
+    assert_still_serves(graphs)
+
+
+def test_a_largest_graph_beyond_all_limits_tells_nothing_of_the_others():
+    limit = arena_bytes(24) + 40 * KIB
+    report = graphs_on(
+        Pooled(64), ToyEncoder(budgets=range(4, 65, 4)), memory_limit=limit
+    ).capture()
+    assert sizes(report.captured) == [24, 20, 16, 12, 8, 4]
+    reasons = [line.reason for line in report.dropped]
+    room = f"memory_limit: smaller graphs take its room within {limit} bytes"
+    assert (len(reasons), reasons.count(room)) == (10, 1)
+    assert set(reasons) == {room, f"memory_limit: it would take more than {limit} bytes"}
+
+
+def test_a_pool_that_does_not_shrink_is_not_captured_again_and_again():
+    plugin = PlainPlugin()
+    plugin.graph_bytes = lambda size: (plugin.live <= 1) * 64 * KIB + KIB
+    limit = arena_bytes(64) + 68 * KIB
+    report = graphs_on(plugin, ToyEncoder(budgets=range(4, 65, 4)), memory_limit=limit).capture()
+    assert 4 <= len(report.captured) <= 6
+    assert sizes(report.captured)[0] < 64
+    assert plugin.count("capture") < 2 * 16
 
 
 def test_graphs_that_are_dropped_alike_take_one_line(caplog):

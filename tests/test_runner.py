@@ -1420,11 +1420,13 @@ def test_a_memory_profile_counts_what_the_limit_leaves(fits):
     plugin = PlainPlugin(graph_bytes=lambda size: 1000 * size)
     full = EncoderGraphs(ToyEncoder(), plain_platform(plugin), Settings()).profile_memory()
     arenas = full.settled_bytes - 28_000
-    limit = arenas + (3_999, 4_000, 12_000, 28_000)[fits]
+    limit = (3_999, arenas + 4_000, arenas + 12_000, arenas + 28_000)[fits]
     graphs = EncoderGraphs(ToyEncoder(), plain_platform(plugin), Settings(memory_limit=limit))
     profile = graphs.profile_memory()
     assert len(profile.per_graph) == fits
-    assert graphs.capture().num_bytes <= profile.settled_bytes == limit
+    report = graphs.capture()
+    assert report.num_bytes <= profile.settled_bytes == limit
+    assert list(profile.per_graph) == [line.key for line in report.captured]
 
 
 def test_a_memory_profile_disturbs_no_captured_graph(platform):

@@ -74,6 +74,7 @@ class _Profile:
     def __init__(self) -> None:
         self.estimate = 0
         self.limit: int | None = None
+        self.shares: tuple[int, ...] = ()
         self.sampled = 0
         self.kept = 0
 
@@ -190,14 +191,20 @@ def sample(
     Returns:
         The block; to be dropped by `clear`. None where nothing has to be held.
     """
-    estimate = held = 0
-    for graphs in encoders:
-        _allow(graphs, limit, estimate)
-        taken, rest = _sample_one(graphs)
-        estimate += taken + rest
-        held += rest
     profile = _profiled.setdefault(model, _Profile())
-    profile.estimate, profile.sampled = estimate, estimate - held
+    for graphs in encoders:
+        _allow(graphs, None)
+    found = [_sample_one(graphs) for graphs in encoders]
+    wanted = [taken + rest for taken, rest in found]
+    beyond = limit is not None and sum(wanted) > limit
+    # Ranks that capture together go on together.
+    answers = [graphs.peers.exchange("beyond the limit", beyond) for graphs in encoders]
+    if any(map(any, answers)):
+        profile.shares = tuple((limit or 0) * each // max(1, sum(wanted)) for each in wanted)
+        found = [(num_bytes, 0) for num_bytes in _limited(profile, encoders, limit, _unchecked_all)]
+    held = sum(rest for _, rest in found)
+    profile.sampled = sum(taken for taken, _ in found)
+    profile.estimate = estimate = profile.sampled + held
     log.info("graphhal: encoder graphs are expected to take %.0f MiB", estimate / 2**20)
     if not held:
         return None
@@ -226,10 +233,26 @@ def giving_back(model: Any, encoders: Sequence[EncoderGraphs]) -> Iterator[None]
     profile.kept = min(sampled, max(0, kept // PIECE * PIECE))
 
 
-def _allow(graphs: EncoderGraphs, limit: int | None, used: int) -> None:
-    """Let an encoder take what the ones before it have left of the limit of all."""
-    left = None if limit is None else max(0, limit - used)
-    graphs.settings = graphs.settings.model_copy(update={"memory_limit": left})
+def _limited(
+    profile: _Profile | None,
+    encoders: Sequence[EncoderGraphs],
+    limit: int | None,
+    capture: Callable[[EncoderGraphs], CaptureReport],
+) -> list[int]:
+    """Capture each encoder within what those before it have left of the limit of all, less the
+    shares of those after it: the graphs of pictures would take everything, and speech would run
+    eagerly. The bytes that each takes."""
+    shares = (profile.shares if profile is not None else ()) or [0] * len(encoders)
+    taken: list[int] = []
+    for number, graphs in enumerate(encoders):
+        left = None if limit is None else limit - sum(taken) - sum(shares[number + 1 :])
+        _allow(graphs, left)
+        taken.append(capture(graphs).num_bytes)
+    return taken
+
+
+def _allow(graphs: EncoderGraphs, limit: int | None) -> None:
+    graphs.settings = graphs.settings.model_copy(update={"memory_limit": limit})
 
 
 def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
@@ -241,23 +264,21 @@ def _sample_one(graphs: EncoderGraphs) -> tuple[int, int]:
     report, grown = _unchecked(graphs, sampled)
     left_out = len(ladder) - len(sampled)
     if left_out and len(report.captured) < len(sampled):
-        # The limit, or a failure, drops graphs: what stays is only known after all were tried.
-        report = graphs.capture()
-        left_out = 0
+        # A failure drops graphs: what stays is only known after all were tried.
+        report, left_out = _unchecked_all(graphs), 0
     _settle()
-    if not left_out:
-        return report.num_bytes, 0
-    rest = (
-        _each([(line.num_bytes, grown.get(line.key, 0)) for line in report.captured[1:]]) * left_out
-    )
-    limit = graphs.settings.memory_limit
-    if isinstance(limit, int):
-        rest = min(rest, max(0, limit - report.num_bytes))
-    return report.num_bytes, rest
+    further = [(line.num_bytes, grown.get(line.key, 0)) for line in report.captured[1:]]
+    return report.num_bytes, _each(further) * left_out if left_out else 0
+
+
+def _unchecked_all(graphs: EncoderGraphs) -> CaptureReport:
+    report, _ = _unchecked(graphs)
+    _settle()
+    return report
 
 
 def _unchecked(
-    graphs: EncoderGraphs, keys: Sequence[GraphKey]
+    graphs: EncoderGraphs, keys: Sequence[GraphKey] | None = None
 ) -> tuple[CaptureReport, dict[GraphKey, int]]:
     """Capture for a profile: nothing is served from it, and what serves later is checked then.
 
@@ -314,10 +335,7 @@ def capture_all(model: Any, encoders: Sequence[EncoderGraphs], limit: int | None
         take_workspaces(encoders[0].adapter.device)
     _settle()
     before, reserved = 0 if free is None else free(), _reserved()
-    used = 0
-    for graphs in encoders:
-        _allow(graphs, limit, used)
-        used += graphs.capture().num_bytes
+    _limited(profile, encoders, limit, EncoderGraphs.capture)
     _settle()
     if free is None:
         return Taken(expected, None)

@@ -99,6 +99,32 @@ def test_the_smallest_memory_limit_counts_for_every_rank():
     assert all("memory_limit" in reason for _, reasons in outcomes for reason in reasons)
 
 
+def unlike_cards(rank: int, size: int) -> Any:
+    mib = 2**20
+    options = {"memory_limit": 42 * mib, "self_check": "off"}
+    graphs = graphs_of(rank, options, budgets=range(4, 65, 4))
+    capture = graphs.platform.capture
+
+    def weighed(asked: CaptureRequest) -> Any:
+        graph = capture(asked)
+        shared = asked.key.size * (rank + 1) * mib // 4 if asked.pool is None else 0
+        graph.num_bytes = shared + 2 * mib
+        return graph
+
+    object.__setattr__(graphs.platform, "capture", weighed)
+    report = graphs.capture()
+    return [c.key.size for c in report.captured], len(report.dropped), report.num_bytes <= 42 * mib
+
+
+def test_ranks_keep_what_the_one_with_the_least_room_keeps():
+    """16 graphs take a pool of 16, 32 or 48 MiB on the largest, and 32 MiB besides."""
+    outcomes = run_ranks(3, unlike_cards)
+    keys, dropped, within = outcomes[0]
+    assert outcomes == [(keys, dropped, within)] * 3
+    assert within and keys[-1] == 4 and keys == list(range(keys[0], 0, -4))
+    assert 28 <= keys[0] <= 36 and len(keys) + dropped == 16
+
+
 def other_ladder(rank: int, size: int) -> Any:
     graphs_of(rank, budgets=(4, 8) if rank == 1 else (4, 16)).capture()
 

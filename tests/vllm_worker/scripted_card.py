@@ -1,10 +1,11 @@
 """A platform on an imagined card, whose memory use is scripted."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
+from graphhal.errors import CaptureError
 from graphhal.platform import CapturedGraph, CaptureRequest, Platform
 
 MIB = 2**20
@@ -86,6 +87,8 @@ def scripted(
     grows: int = 1,
     kept: float = 0.0,
     workspace: float = 0.0,
+    largest: int = 0,
+    fails: Container[int] = (),
 ) -> Platform:
     """The platform, with graphs that take memory of the card, and run again where they replay.
 
@@ -100,6 +103,8 @@ def scripted(
         grows: every which graph makes it grow, up to a dozen.
         kept: bytes of every graph that the driver keeps for later ones.
         workspace: bytes that the allocator takes for good with the first two captures.
+        largest: size of the graph that takes `first`; where another is the first, it takes less.
+        fails: sizes of graphs that cannot be captured.
     """
     seen: set[int] = set()
     spaces = [workspace / 2, workspace / 2]
@@ -107,6 +112,8 @@ def scripted(
 
     def capture(request: CaptureRequest) -> CapturedGraph:
         request.forward()
+        if request.key.size in fails:
+            raise CaptureError("planted")
         if loads and request.key.size not in seen:
             seen.add(request.key.size)
             card.used += loads
@@ -115,7 +122,8 @@ def scripted(
             card.used += spaces[-1]
             card.reserved += spaces.pop()
         grown = growth if 1 <= count <= 12 and (count - 1) % grows == 0 else 0.0
-        of_pool = int((first if not alive else 0.0) + grown)
+        share = request.key.size / largest if largest else 1.0
+        of_pool = int((first * share if not alive else 0.0) + grown)
         of_driver = int(each) if alive else 0
         card.reserve(of_pool, owner)
         card.take(of_driver, owner)

@@ -3,7 +3,7 @@
 import gc
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from scripted_card import MIB, PIECE, Card, scripted  # noqa: E402
 from graphhal import self_check  # noqa: E402
 from graphhal.discovery import open_platform  # noqa: E402
 from graphhal.errors import SettingsError  # noqa: E402
+from graphhal.peers import Peers  # noqa: E402
 from graphhal.runner import EncoderGraphs  # noqa: E402
 from graphhal.settings import Settings  # noqa: E402
 from graphhal.testing.toy_encoder import ToyEncoder  # noqa: E402
@@ -59,16 +60,20 @@ def encoder(
     grows: int = 12,
     kept: float = 0.0,
     workspace: float = 0.0,
+    shrinks: bool = False,
+    fails: Container[int] = (),
+    peers: Peers | None = None,
     **options: Any,
 ) -> EncoderGraphs:
     settings = Settings(**{"platform": "cpu", "self_check": "quick", **options})
+    budgets = range(12, 12 + 4 * graphs, 4)
     platform = scripted(
         open_platform("cpu", settings),
         card, first, each, garbage, loads, growth, grows, kept, workspace,
+        largest=budgets[-1] if shrinks else 0, fails=fails,
     )  # fmt: skip
-    budgets = range(12, 12 + 4 * graphs, 4)
     toy = ToyEncoder(torch.device("cpu"), torch.float32, budgets)
-    return EncoderGraphs(toy, platform, settings)
+    return EncoderGraphs(toy, platform, settings, peers)
 
 
 def told_and_taken(
@@ -261,6 +266,37 @@ def test_where_the_limit_drops_graphs_everything_is_tried() -> None:
     assert len(one.keys()) == 3
 
 
+def test_where_graphs_of_the_sample_fail_everything_is_tried() -> None:
+    card = Card(60000 * MIB)
+    one = encoder(card, 44, 100 * MIB, 2 * MIB, fails=range(120, 180))
+    told, taken = told_and_taken(card, [one])
+    assert len(one.keys()) == 44 - 15
+    assert taken.counted == pytest.approx((100 + 28 * 2) * MIB, rel=0.01)
+    assert [told, taken.expected] == pytest.approx([taken.counted] * 2, rel=0.01)
+
+
+class OtherRank(Peers):
+    """One that says so of everything, and agrees with this one otherwise."""
+
+    size = 2
+
+    def __init__(self, beyond: bool) -> None:
+        self.beyond = beyond
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        return [value, self.beyond if what == "beyond the limit" else value]
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_ranks_go_on_with_the_one_whose_graphs_exceed_the_limit(beyond: bool) -> None:
+    """Each graph's capture is agreed on: a rank that sampled only would be waited for."""
+    card = Card(60000 * MIB)
+    one = encoder(card, 30, 100 * MIB, 2 * MIB, peers=OtherRank(beyond))
+    held = memory.sample(Model(), [one], 500 * MIB)
+    assert (held is None) == beyond
+    assert len(one.keys()) == (30 if beyond else memory.SAMPLED)
+
+
 def test_the_estimate_never_exceeds_the_limit() -> None:
     """The sample fits; the ladder does not."""
     card = Card(60000 * MIB)
@@ -271,16 +307,29 @@ def test_the_estimate_never_exceeds_the_limit() -> None:
     assert 0 < len(one.keys()) < 30
 
 
-def test_encoders_of_one_model_share_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("limit", "vision", "audio"), [(500, 30, 20), (437, 29, 20), (300, 20, 13), (150, 9, 6)]
+)
+def test_encoders_of_one_model_share_the_limit(limit: int, vision: int, audio: int) -> None:
+    """Pictures would take all of it, and speech would have no graph."""
     card = Card(60000 * MIB)
-    vision = encoder(card, 12, 100 * MIB, 2 * MIB)
-    audio = encoder(card, 12, 50 * MIB, 2 * MIB)
-    told, taken = told_and_taken(card, [vision, audio], limit=180 * MIB)
+    encoders = [
+        encoder(card, 30, 240 * MIB, 2 * MIB, shrinks=True),
+        encoder(card, 20, 100 * MIB, 2 * MIB, shrinks=True),
+    ]
+    told, taken = told_and_taken(card, encoders, limit=limit * MIB)
     assert taken.counted is not None
-    assert taken.counted <= 180 * MIB
+    assert taken.counted <= limit * MIB
     assert told == pytest.approx(taken.counted, rel=0.05)
-    assert len(vision.keys()) == 12
-    assert 0 < len(audio.keys()) < 12
+    assert [len(each.keys()) for each in encoders] == pytest.approx([vision, audio], abs=1)
+
+
+def test_a_limit_leaves_an_encoder_what_the_others_do_not_take() -> None:
+    card = Card(60000 * MIB)
+    too_large = encoder(card, 12, 200 * MIB, 2 * MIB)
+    other = encoder(card, 12, 50 * MIB, 2 * MIB)
+    told_and_taken(card, [too_large, other], limit=150 * MIB)
+    assert (len(too_large.keys()), len(other.keys())) == (0, 12)
 
 
 def test_a_block_that_does_not_fit_stops_no_start_up(
