@@ -71,7 +71,8 @@ _NOTHING = nullcontext()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A graph computes in the dtypes of its capture, so an eager call must not follow autocast."""
+    """A graph computes in the dtypes of its capture, so neither what stages its inputs nor an eager
+    call may follow autocast."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING
@@ -187,7 +188,8 @@ class Execution:
         try:
             entered = self._platform.step("replay", graph, request.inputs, step.update.boundaries)
             if entered is not None:
-                with entered as scope, _without_gradients():
+                autocast_off = without_autocast(self._adapter.device)
+                with entered as scope, _without_gradients(), autocast_off:
                     try:
                         step.stage(mm_kwargs)
                     except Exception as error:

@@ -141,9 +141,22 @@ def test_outputs_are_the_callers_where_a_step_allocates_as_usual():
     assert graphs.stats()["misses"] == {}
 
 
+def test_a_hosts_autocast_changes_nothing_that_is_staged(platform):
+    class Projecting(ToyEncoder):
+        def stage(self, mm_kwargs, items, inputs):
+            projected = mm_kwargs["pixels"] @ torch.eye(6) / 3
+            super().stage({**mm_kwargs, "pixels": projected}, items, inputs)
+
+    graphs = serve(platform, Projecting())
+    expected = graphs.run(images(3, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        served = graphs.run(images(3, 2))
+    assert all(map(torch.equal, served, expected))
+    assert not misses(graphs)
+
+
 @pytest.mark.parametrize("where", ["capture", "requests"])
-def test_a_hosts_autocast_changes_nothing(where):
-    platform = open_by_name("cpu")  # the plain one computes anew at every replay
+def test_a_hosts_autocast_changes_nothing(platform, where):
     adapter = ToyEncoder()
     expected = EncoderGraphs(adapter, platform).run(images(3, 4))
     with torch.autocast("cpu", torch.bfloat16, enabled=where == "capture"):
