@@ -12,7 +12,7 @@ from graphhal.execution import Execution, PreparedReplay
 from graphhal.graph_set import Entry
 from graphhal.items import ItemSpec
 from graphhal.outputs import token_starts
-from graphhal.plan import Eager, GraphKey, MissReason, Planner
+from graphhal.plan import Eager, GraphKey, MissReason, Planner, by_path
 
 PREPARED_BYTES = 64 * 2**20
 """Host bytes that are kept for groups whose sizes come again."""
@@ -88,8 +88,8 @@ class GroupPlans:
         Raises:
             AdapterError: the specs describe no group that could be served.
         """
-        plan = self._of_same_items.get(id(items))
-        if plan is not None and plan.items is items:
+        plan = self._of_same_items.get(id(items))  # it holds them, so no others have their id
+        if plan is not None:
             key = plan.key
         else:
             key, plan = self._of_equal_sizes(items)
@@ -157,10 +157,8 @@ class GroupPlans:
     def _refusals(self, items: tuple[ItemSpec, ...]) -> _Refusals:
         if not self._refuses:
             return ()
-        parts: dict[str, list[ItemSpec]] = {}
-        for item in items:
-            parts.setdefault(self._adapter.path(item), []).append(item)
-        return tuple((part, self._adapter.refusal(part)) for part in map(tuple, parts.values()))
+        parts = by_path(items, self._adapter.path)
+        return tuple((part, self._adapter.refusal(part)) for _, part in parts)
 
 
 def no_specs(adapter: EncoderAdapter, items: object) -> AdapterError:

@@ -269,10 +269,7 @@ class Planner:
 
     def plan(self, items: Sequence[ItemSpec]) -> Plan:
         """Cover the items exactly once, cheapest first where costs are known."""
-        parts: dict[str, list[ItemSpec]] = {}
-        for item in items:  # asked once: an item must be in one part whatever is answered
-            parts.setdefault(self._path_of(item), []).append(item)
-        plans = [self._plan_path(path, tuple(parts[path])) for path in sorted(parts)]
+        plans = [self._plan_path(*part) for part in by_path(items, self._path_of)]
         return Plan(tuple(chain.from_iterable(plan.steps for plan in plans)))
 
     def _plan_path(self, path: str, group: tuple[ItemSpec, ...]) -> Plan:
@@ -421,6 +418,16 @@ class Planner:
                 return None
             total += cost
         return total
+
+
+def by_path(
+    items: Sequence[ItemSpec], path_of: Callable[[ItemSpec], str]
+) -> list[tuple[str, tuple[ItemSpec, ...]]]:
+    """The items of each path, in order: what graphs and eager calls take together."""
+    parts: dict[str, list[ItemSpec]] = {}
+    for item in items:  # asked once: an item must be in one part whatever is answered
+        parts.setdefault(path_of(item), []).append(item)
+    return [(path, tuple(parts[path])) for path in sorted(parts)]
 
 
 def _lengths(items: Sequence[ItemSpec]) -> dict[str, tuple[int, ...]]:

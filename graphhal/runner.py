@@ -29,7 +29,7 @@ from graphhal.group_plans import GroupPlan, GroupPlans, check_items, no_specs
 from graphhal.items import ItemSpec
 from graphhal.outputs import split_items, token_starts
 from graphhal.peers import Peers
-from graphhal.plan import Capacity, Eager, GraphKey, MissReason, Planner
+from graphhal.plan import Capacity, Eager, GraphKey, MissReason, Planner, by_path
 from graphhal.platform import MemoryProfile, Platform
 from graphhal.settings import Settings
 from graphhal.start_up import StartUp
@@ -204,7 +204,8 @@ class EncoderGraphs:
             return split_items(output.filled(), group.starts)
 
     def run_eager(self, mm_kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The eager forward of the same adapter, uncounted: the reference of `run`."""
+        """The eager forward of the same adapter, uncounted: the reference of `run`. Items of
+        several paths are a call for each path, as a host encodes them, and as `run` does."""
         items = self.adapter.item_specs(mm_kwargs)
         if not items:
             return self._nothing(items)
@@ -212,7 +213,8 @@ class EncoderGraphs:
             check_items(self.adapter, items)
             starts = token_starts(items)
             output = GroupOutput(starts[-1])
-            self._execution.eager(mm_kwargs, items, starts, output)
+            for _, part in by_path(items, self.adapter.path):
+                self._execution.eager(mm_kwargs, part, starts, output)
             return split_items(output.filled(), starts)
 
     def check_weights(self) -> bool:

@@ -457,6 +457,18 @@ def test_a_kernel_without_empty_sequences_misses_what_would_leave_a_slot_empty()
     assert graphs.statistics.hits.total() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_images_beside_films_are_bit_equal_too(platform, dtype):
+    graphs = serve(platform, both_paths(dtype=dtype), exact_only=True)
+    for seed, films in enumerate(([(3, 4)], [(2, 4)], [(5, 2), (2, 6)], [(7, 2)])):
+        for tokens in (4, 5, 7, 8):
+            grids = [(1, 2 * tokens), *films]
+            asked = request(grids, seed, dtype)
+            outputs = graphs.run(asked)
+            assert all(map(torch.equal, outputs, graphs.run_eager(asked)))
+    assert graphs.stats()["hits"]["image"] == 8
+
+
 def test_exact_only_is_bit_equal_or_eager(platform):
     graphs = serve(platform, exact_only=True)
     for tokens in ((4,), (8,), (3, 5), (16,), (7,), (9, 7)):
