@@ -1,5 +1,6 @@
 """What an operator sees: counters across processes, lines that fire, a JSON file."""
 
+import functools
 import json
 import logging
 import multiprocessing
@@ -119,6 +120,29 @@ def test_metrics_that_cannot_be_published_end_no_worker(tmp_path: Path, why: str
     assert found.returncode == 0, found.stderr
     (line,) = found.stdout.splitlines()
     assert "no metrics are published: " in line
+
+
+def test_an_engine_without_the_client_publishes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert not metrics.Prometheus("M")._works
+
+
+def test_counters_that_begin_again_end_no_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a model is given up in a later capture: the client refuses to count down."""
+    client = pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(metrics, "_metrics", {})
+    registry = client.CollectorRegistry()
+    for kind in ("Counter", "Gauge"):
+        plain = getattr(client, kind)
+        monkeypatch.setattr(client, kind, functools.partial(plain, registry=registry))
+    prometheus = metrics.Prometheus("M")
+    for hits in (5, 2, 7):
+        prometheus.served({**STATS, "hits": {"image": hits}})
+    assert not caplog.records
+    labels = {"model": "M", "modality": "image"}
+    assert registry.get_sample_value("graphhal_encoder_hits_total", labels) == 7
 
 
 class Source:

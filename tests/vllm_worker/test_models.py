@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from graphhal.vllm_worker import compatibility, executor, host_ends
+from graphhal.vllm_worker.grid_requests import GridRequests, TileRequests
+from graphhal.vllm_worker.host_ends import GRIDS
 from tests.vllm_worker import vllm_on_cpu
 from tests.vllm_worker.small_models import Made, around, kimi_vl, lfm2_vl, qwen2_vl
 
@@ -227,6 +229,27 @@ def test_windows_are_not_made_up(engine: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_sizes_that_do_not_tell_every_sequence(kwargs: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=f"^{problem}"):
         host_ends.lengths_of(kwargs)
+
+
+def test_sizes_come_as_lists_too_and_none_is_no_size() -> None:
+    """vLLM's own selections of items make lists of grids."""
+    tiles = {"spatial_shapes": None, "num_patches": None}
+    grids = {"image_grid_thw": None, "video_grid_thw": [[2, 4, 6], [1, 2, 2]]}
+    assert host_ends.lengths_of(tiles | grids) == [(24, 24), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "films", "problem"),
+    [
+        (None, False, "its inputs are of no known kind"),
+        (TileRequests(2, 8, torch.float32), True, "its inputs are of no known kind"),
+        (GridRequests(GRIDS[2], 2, 2, (8,), torch.float32), True, "its inputs are of no known"),
+        (GridRequests(GRIDS[0], 3, 2, (8,), torch.float32), True, "its boundaries are None, "),
+    ],
+)
+def test_boundaries_that_nobody_can_ask_for(requests: Any, films: bool, problem: str) -> None:
+    found = host_ends.problem(requests, films, torch.device("cpu"), lambda _: {})
+    assert str(found).startswith(problem)
 
 
 @pytest.mark.parametrize("make", [idefics3, gemma3])

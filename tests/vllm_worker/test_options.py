@@ -351,6 +351,28 @@ def test_engines_that_must_not_have_graphs(change: Any, reason: str) -> None:
     assert reason in refusal
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        "embed_multimodal",
+        "_parse_and_validate_multimodal_inputs",
+        "_parse_and_validate_image_input",
+        "_parse_and_validate_video_input",
+        "_parse_and_validate_audio_input",
+        "_process_image_input",
+        "_process_video_input",
+        "_process_audio_input",
+    ],
+)
+def test_a_derived_class_that_encodes_in_its_own_way_has_no_graphs(step: str) -> None:
+    graphs = dict.fromkeys(("encoder_cudagraph_forward", step), lambda self: None)
+    parent = type("Parent", (), graphs)
+    derived = type("Derived", (parent,), {step: lambda self: None})
+    assert refusals.engine_refusal(config(), parent(), True) is None
+    said = f"Derived.{step} is its own, but its code for graphs that of Parent"
+    assert refusals.engine_refusal(config(), derived(), True) == said
+
+
 def test_lora_of_the_language_model_alone_is_allowed() -> None:
     vllm_config = config()
     vllm_config.lora_config = types.SimpleNamespace(enable_tower_connector_lora=False)

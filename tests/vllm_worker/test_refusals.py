@@ -107,6 +107,7 @@ def test_what_a_configuration_does_not_say_means_no_aloud(
 def test_a_class_that_brings_its_own_code_for_graphs_is_served(engine: Any) -> None:
     """Or mixes it in, as DeepSeek V4.1 and MiniMax M3 do."""
     import vllm_on_cpu as on_cpu
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
 
     from graphhal.vllm_worker.refusals import _outgrown
 
@@ -116,9 +117,12 @@ def test_a_class_that_brings_its_own_code_for_graphs_is_served(engine: Any) -> N
         "embed_multimodal": lambda self, **_: (),
         "encoder_cudagraph_forward": lambda self, *_: None,
     }
-    mixin = type("Graphs", (), {"encoder_cudagraph_forward": lambda self, *_: None})
-    whole = type("Mixed", (mixin,), {"embed_multimodal": lambda self, **_: ()})
-    for made in (kind, type("Whole", (kind,), new), type("Same", (kind,), {}), whole):
+    graphs = {"encoder_cudagraph_forward": lambda self, *_: None}
+    mixed = [
+        type("Mixed", (type("Graphs", bases, graphs),), {"embed_multimodal": lambda self, **_: ()})
+        for bases in ((), (SupportsMultiModal,))  # with vLLM's stubs of what it does not bring
+    ]
+    for made in (kind, type("Whole", (kind,), new), type("Same", (kind,), {}), *mixed):
         assert _outgrown(made) is None, made
 
 
