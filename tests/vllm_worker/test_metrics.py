@@ -193,13 +193,51 @@ def test_the_last_requests_before_a_pause_are_published(
 
 def test_nothing_is_published_again_while_nothing_happens() -> None:
     source = Source()
-    reporter = metrics.Reporter("M", 0, None, source.stats)
+    reporter = metrics.Reporter("M", 1e-9, None, source.stats)  # a line would always be due
     calls: list[Any] = []
     reporter.served = lambda stats, final=False: calls.append(stats)  # type: ignore[method-assign]
     reporter._news = True
     assert reporter.publish()
     assert reporter.publish()
     assert len(calls) == 1
+
+
+def test_a_request_within_a_publication_is_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source()
+    reporter = metrics.Reporter("M", 0, None, source.stats)
+    reporter._news, held = True, list[bool]()
+
+    def published(stats: Any) -> None:
+        held.append(reporter._lock.locked())  # the main thread's last one waits, and adds nothing
+        reporter._news = True
+
+    monkeypatch.setattr(reporter._prometheus, "served", published)
+    assert reporter.publish()
+    assert reporter._news
+    assert held == [True]
+
+
+def test_last_words_that_fail_keep_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source()
+    reporter = metrics.Reporter("M", 0, None, source.stats)
+    monkeypatch.setattr(metrics, "line", lambda stats: 1 / 0)
+    source.hits = 1
+    with pytest.raises(ZeroDivisionError):
+        reporter.last_words()
+    assert not reporter._lock.locked()
+
+
+def test_a_thread_that_is_stopped_is_over_unless_it_stops_itself() -> None:
+    source = Source()
+    reporter = metrics.Reporter("M", 0, None, source.stats)
+    reporter.touch()
+    thread = reporter._thread
+    assert thread is not None
+    reporter.stop()
+    assert not thread.is_alive()
+    reporter._thread = threading.current_thread()  # an executor that its own thread collects
+    reporter.stop()
+    assert reporter._thread is None
 
 
 def test_the_thread_ends_with_what_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,11 +346,13 @@ def test_the_periodic_line_fires_by_the_clock(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Counting requests modulo a number misses when groups step over it."""
-    reporter = metrics.Reporter("M", 10, None)
+    reporter, never = metrics.Reporter("M", 10, None), metrics.Reporter("M", 0, None)
     with caplog.at_level("INFO", logger=metrics.log.name):
         reporter.served(STATS)
         assert caplog.records == []
         clock[0] = 10.5
+        never.served(STATS)
+        assert caplog.records == []
         assert reporter.due()
         reporter.served(STATS)
         assert not reporter.due()
