@@ -393,10 +393,12 @@ def test_json_is_written_and_a_bad_place_is_said_once(
     file = tmp_path / "stats.json"
     metrics.Reporter("M", 0, file).captured(STATS)
     assert json.loads(file.read_text())["graph_hits"] == 3
-    reporter = metrics.Reporter("M", 0, tmp_path / "absent" / "stats.json")
-    for _ in range(2):
-        reporter.captured(STATS)
-    assert len([r for r in caplog.records if "cannot be written" in r.getMessage()]) == 1
+    for bad in ("absent/stats.json", "no\0name"):
+        caplog.clear()
+        reporter = metrics.Reporter("M", 0, tmp_path / bad)
+        for _ in range(2):
+            reporter.captured(STATS)
+        assert len([r for r in caplog.records if "cannot be written" in r.getMessage()]) == 1
 
 
 def test_a_reader_of_the_json_never_finds_half_of_it(

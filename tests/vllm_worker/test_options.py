@@ -408,6 +408,8 @@ def test_no_frames_in_a_batch_are_no_films() -> None:
     without = compilation(encoder_cudagraph_max_frames_per_batch=0)
     settings = merged(Settings(), without)
     assert refusals.enabled_modalities(("image", "video"), config(), settings) == ("image",)
+    one = Settings(max_frames=1)
+    assert refusals.enabled_modalities(("image", "video"), config(), one) == ("image", "video")
     with pytest.raises(SettingsError, match=r"max_frames_per_batch is 0, .* max_frames is 8"):
         merged(Settings(max_frames=8), without)
 
@@ -422,7 +424,8 @@ def platform(boundary_order: str, *capabilities: str) -> Any:
 @pytest.mark.parametrize(
     ("backend", "order", "said"),
     [
-        ("FLASH_ATTN", "before", None),
+        *[(name, "before", None) for name in ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA")],
+        ("ROCM_AITER_FA", "before", None),
         ("FLASH_ATTN", "after", "platform odd hands boundaries to the attention kernel itself"),
         ("FLASHINFER", "before", "attention FLASHINFER reads boundaries in another way"),
     ],
@@ -441,6 +444,17 @@ def test_boundaries_must_reach_the_attention_of_a_tower(
         return
     with pytest.raises(AdapterError, match=said):
         held.prepare(platform(order))
+
+
+def test_items_of_an_eager_call_are_of_that_call_alone() -> None:
+    """A later forward without a request of its own must not get those of the one before."""
+    from graphhal.vllm_worker.held_tower import HeldTower
+
+    held = HeldTower(object(), ())
+    held.name, held._eager_items = "some", ()
+    assert held._take_eager_items() == ()
+    with pytest.raises(AdapterError, match="^some: an eager forward needs a request"):
+        held._take_eager_items()
 
 
 @pytest.mark.parametrize("needs", [platform("after"), platform("before", "host_ends")])
