@@ -250,6 +250,15 @@ def test_the_thread_ends_with_what_it_reports(monkeypatch: pytest.MonkeyPatch) -
     assert thread.daemon
     del source
     wait_until(lambda: not thread.is_alive())
+    source, turns = Source(), list[int]()
+    reporter = metrics.Reporter("M", 0, None, source.stats)
+    reporter._prometheus.served = lambda _: turns.append(1)  # type: ignore[method-assign]
+    reporter.touch()
+    thread = reporter._thread
+    assert thread is not None
+    wait_until(lambda: bool(turns))
+    del reporter  # the thread keeps it no longer than a publication takes
+    wait_until(lambda: not thread.is_alive())
 
 
 def test_a_failed_publication_is_tried_again(
@@ -363,6 +372,13 @@ def test_the_periodic_line_fires_by_the_clock(
     )
 
 
+def test_a_line_tells_of_every_modality_and_of_nothing_that_was_not() -> None:
+    stats = {"hits": {"image": 1}, "misses": {"video": {"why": 2}}, "item_tokens": {}}
+    assert metrics.line({**stats, "padding_waste": 0.0}) == (
+        "image 1 hits, 0 misses; video 0 hits, 2 misses (2 why); padding 0.0%"
+    )
+
+
 def test_a_summary_at_the_end_only_where_something_was_served(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,6 +428,7 @@ def test_a_reader_of_the_json_never_finds_half_of_it(
     write = Path.write_text
 
     def half(self: Path, text: str, *args: Any) -> int:
+        assert f".{os.getpid()}." in self.name, "another worker may write the same file now"
         write(self, text[: len(text) // 2])
         assert json.loads(file.read_text())["graph_hits"] == 3
         raise OSError("no space left on device")

@@ -453,7 +453,7 @@ def test_items_of_an_eager_call_are_of_that_call_alone() -> None:
     held = HeldTower(object(), ())
     held.name, held._eager_items = "some", ()
     assert held._take_eager_items() == ()
-    with pytest.raises(AdapterError, match="^some: an eager forward needs a request"):
+    with pytest.raises(AdapterError, match="^some: an eager forward needs"):
         held._take_eager_items()
 
 
@@ -502,5 +502,6 @@ def test_the_guide_has_every_reason_in_the_words_of_log_and_counters(reason: str
 
 
 def test_embeddings_are_refused_and_pixels_are_not() -> None:
-    assert refusals.request_refusal({"image_embeds": 1}) == "pre-computed embeddings"
+    for key in ("image_embeds", "vision_embedding"):
+        assert refusals.request_refusal({key: 1}) == "pre-computed embeddings"
     assert refusals.request_refusal({"image_embeds": None, "pixel_values": 1}) is None
