@@ -453,7 +453,7 @@ def test_items_of_an_eager_call_are_of_that_call_alone() -> None:
     held = HeldTower(object(), ())
     held.name, held._eager_items = "some", ()
     assert held._take_eager_items() == ()
-    with pytest.raises(AdapterError, match="^some: an eager forward needs"):
+    with pytest.raises(AdapterError, match=r"^some: an eager forward needs"):
         held._take_eager_items()
 
 
@@ -499,6 +499,14 @@ def reasons() -> Iterator[str]:
 )
 def test_the_guide_has_every_reason_in_the_words_of_log_and_counters(reason: str) -> None:
     assert reason in (ROOT / "docs" / "vllm.md").read_text()
+
+
+@pytest.mark.parametrize("axes", [(1,), ("large",), ((4, 4, 1),), ((4, 4), 1)])
+def test_only_grids_are_outgrown(axes: Any) -> None:
+    """Axes of other kinds may stand beside sizes of slices."""
+    torch = pytest.importorskip("torch")
+    sizes = {"tgt_sizes": [torch.tensor([[5, 4], [4, 4]]), torch.zeros(0, 2)]}
+    assert refusals.outgrows(sizes, axes) is ((4, 4) in axes)
 
 
 def test_embeddings_are_refused_and_pixels_are_not() -> None:
