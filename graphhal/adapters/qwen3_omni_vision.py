@@ -315,10 +315,11 @@ class Qwen3OmniVision(EncoderAdapter):
         self, mm_kwargs: Mapping[str, Any], items: Sequence[ItemSpec]
     ) -> dict[str, torch.Tensor]:
         """The caller's own pixels where they are one contiguous run; a gathered copy otherwise."""
-        runs = [mm_kwargs[key][start:end] for key, start, end in _runs(items)]
-        dtype = self.pixel_dtype
-        pixels = runs[0] if len(runs) == 1 else torch.cat([run.to(dtype) for run in runs])
-        return {PIXELS: pixels.to(self.device, dtype).contiguous()}
+        runs = [
+            mm_kwargs[key][start:end].to(self.device, self.pixel_dtype)
+            for key, start, end in _runs(items)
+        ]
+        return {PIXELS: (runs[0] if len(runs) == 1 else torch.cat(runs)).contiguous()}
 
     def forward(
         self, inputs: Mapping[str, torch.Tensor], max_seqlen: Mapping[str, int]

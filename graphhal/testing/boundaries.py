@@ -109,10 +109,12 @@ def back_to_back_replays_keep_theirs(subject: Subject) -> None:
 
 @check(_UPDATE)
 def the_packed_block_arrives_whole(subject: Subject) -> None:
-    """Host metadata beside the boundaries (positions and the like) is copied with every update."""
+    """Host metadata beside the boundaries (positions and the like) is copied with every update,
+    also where the ends are those of the update before."""
     toy = subject.capture()
-    items = (ToyItem(8, phase=2.0), ToyItem(2, phase=-2.0))
-    _replay(subject, toy, items, 1, "all bytes of HostUpdate.block on the device")
+    for phase in (2.0, -3.0):
+        items = (ToyItem(8, phase=phase), ToyItem(2, phase=-phase))
+        _replay(subject, toy, items, 1, "all bytes of HostUpdate.block on the device")
 
 
 @check("PlatformInfo.boundaries_persist")

@@ -51,14 +51,17 @@ class CallerState:
 @contextmanager
 def modes_put_back() -> Iterator[None]:
     """Undo what a faulty hook left on, so that one fault does not spill into the next check."""
-    grad = torch.is_grad_enabled()
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     dispatch = len(_get_current_dispatch_mode_stack())
-    try:
-        yield
-    finally:
-        while len(_get_current_dispatch_mode_stack()) > dispatch:
-            _pop_mode()
-        torch.set_grad_enabled(grad)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            while len(_get_current_dispatch_mode_stack()) > dispatch:
+                _pop_mode()
+            torch.set_grad_enabled(grad)
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
 
 
 def _snapshot(device: torch.device) -> dict[str, object]:
@@ -69,6 +72,8 @@ def _snapshot(device: torch.device) -> dict[str, object]:
         "function modes": [type(m).__name__ for m in _function_modes()],  # type: ignore[no-untyped-call]
         "default dtype": torch.get_default_dtype(),
         "autocast": torch.is_autocast_enabled(device.type),
+        "seed": torch.initial_seed(),
+        "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }
     if device.type != "cpu":

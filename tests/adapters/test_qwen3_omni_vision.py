@@ -21,7 +21,7 @@ from graphhal.adapters.frame_ladders import LARGE_FRAMES, MAX_FRAME_PATCHES, SMA
 from graphhal.adapters.qwen3_omni_vision import Qwen3OmniVision, Qwen3OmniVisionFactory
 from graphhal.adapters.sample_files import sample_photograph
 from graphhal.adapters.token_ladder import token_budgets
-from graphhal.errors import InputError, SettingsError
+from graphhal.errors import AdapterError, InputError, SettingsError
 from graphhal.items import ItemSpec
 from graphhal.plan import Capacity, Eager, MissReason, Planner, Replay
 from graphhal.platform import Platform
@@ -121,6 +121,44 @@ def test_metadata_without_aligned_corners_is_bit_equal_too(tower):
     assert other.metadata(items)["interp_weights"].tobytes() == weights.numpy().tobytes()
 
 
+def test_another_interpolation_is_refused(tower):
+    encoder = copy.copy(tower[0].encoder)
+    encoder.interpolation_mode = "bicubic"
+    with pytest.raises(AdapterError, match=r"only bilinear position interpolation is known"):
+        Qwen3OmniVision(encoder)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "message"),
+    [
+        (torch.uint8, torch.float32, r"is torch.float32, but .* pass them as torch.uint8"),
+        (torch.uint8, torch.int64, r"is torch.int64, but .* pass them as torch.uint8"),
+        (torch.float32, torch.uint8, r"is torch.uint8; normalise the pixels"),
+    ],
+)
+def test_pixels_are_of_the_kind_that_an_encoder_of_its_own_takes(tower, own, given, message):
+    adapter = copy.copy(tower[0])
+    adapter.own_pixel_dtype = own
+    asked = {"pixel_values": torch.ones(16, 1536).to(own), "image_grid_thw": [[1, 4, 4]]}
+    assert len(adapter.item_specs(asked)) == 1
+    with pytest.raises(InputError, match=rf"^pixel_values {message}"):
+        adapter.item_specs({**asked, "pixel_values": asked["pixel_values"].to(given)})
+
+
+def test_a_modality_that_has_no_ladder_is_refused(tower):
+    adapter = Qwen3OmniVision(tower[0].encoder, ("image", "film"))
+    with pytest.raises(SettingsError, match=r"unknown modality 'film'; known: image, video"):
+        adapter.capacities(Settings())
+
+
+def test_metadata_that_is_kept_cannot_be_written(tower):
+    adapter, _ = tower
+    items = adapter.item_specs(request_of(adapter, images=[[1, 4, 4]]))
+    for array in adapter.metadata(items).values():
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
 def test_one_frame_is_one_sequence(tower):
     adapter, _ = tower
     (item,) = adapter.item_specs(request_of(adapter, videos=[[3, 2, 2]]))
@@ -152,6 +190,7 @@ def test_one_frame_is_one_sequence(tower):
         ({"pixel_values": None}, r"^image_grid_thw came without pixel_values"),
         ({"pixel_values": torch.zeros(32, 1535)}, r"^pixel_values must be \(patches, 1536\)"),
         ({"pixel_values": torch.zeros(2, 16, 1536)}, r"^pixel_values must be \(patches, 1536\)"),
+        ({"pixel_values": torch.zeros(32, 1536, 1)}, r"^pixel_values must be \(patches, 1536\)"),
         ({"pixel_values": torch.zeros(32, 1536, dtype=torch.uint8)}, "normalise the pixels"),
         ({"pixel_values": [torch.zeros(16, 1536)] * 2}, r"concatenate the items"),
         ({"pixel_values": torch.zeros(32, 1536, device="meta")}, r"on meta, the encoder on cpu"),

@@ -66,6 +66,24 @@ class LeavesGradModeOff(TapePlatform):
         return graph
 
 
+@caught_by("capture_restores_the_callers_state")
+class SeedsTheGenerator(TapePlatform):
+    @hookimpl
+    def graphhal_capture(self, request):
+        graph = super().graphhal_capture(request)
+        torch.manual_seed(torch.initial_seed() + 1)
+        return graph
+
+
+@caught_by("capture_restores_the_callers_state")
+class TakesTheThreads(TapePlatform):
+    @hookimpl
+    def graphhal_capture(self, request):
+        graph = super().graphhal_capture(request)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return graph
+
+
 @caught_by("a_failed_capture_restores_the_callers_state")
 class KeepsItsModeAfterAFailure(TapePlatform):
     @hookimpl
