@@ -32,10 +32,12 @@ class Lane:
         index: of the device.
         replay: warm-up, capture, replays and eager calls.
         update: rewrites attention tasks, nothing else.
+        in_doubt: a step failed, and no eager call came since.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.in_doubt = False
         self._process = os.getpid()
         self._given_up: Any = None
         self._held: list[object] = []

@@ -23,9 +23,10 @@ class StepOnLane:
     """The replay stream, from where the caller's stream is; the caller goes on where it ends.
 
     Kernels of a replay or a reference are launched directly, so that a failure raises within the
-    scope, as a typed error; eager calls keep torch_npu's queue. A reference begins and ends with
-    the device done, so that nothing that is read within it, or after it, waits for ever. Where the
-    lane hangs, eager calls run on the caller's stream, the others are refused.
+    scope, as a typed error. Eager calls keep torch_npu's queue, but for the one that follows a step
+    that failed: the device may fail again, and the queue would keep that to itself. A reference
+    begins and ends with the device done, so that nothing that is read within it, or after it, waits
+    for ever. Where the lane hangs, eager calls run on the caller's stream, the others are refused.
 
     Args:
         lane: of the device.
@@ -62,6 +63,9 @@ class StepOnLane:
         if self._kind != "eager":
             entered.enter_context(direct_launches())
             entered.push(self._typed)
+        elif lane.in_doubt:
+            entered.enter_context(direct_launches())
+            lane.in_doubt = False
         self._caller = npu.current_stream()
         lane.hand_in(self._caller)
         entered.callback(self._leave_lane)
@@ -95,6 +99,7 @@ class StepOnLane:
     ) -> None:
         """A failure of the runtime, whichever call it hit, becomes a typed one."""
         if error is not None and is_runtime_error(error):
+            self._lane.in_doubt = True
             typed = replay_error if self._kind == "replay" else capture_error
             raise typed(error, self._what) from error
 

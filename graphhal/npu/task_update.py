@@ -115,9 +115,13 @@ class TaskUpdates:
 
     def launch(self, graph: Any) -> None:
         """Queue a replay; the next update waits for it."""
-        self._flags_set.clear()  # first: one that is interrupted, or raises, may be queued
         self.armed = False
-        graph.replay()
+        flags_set, self._flags_set = self._flags_set, set()  # one that is interrupted may be queued
+        try:
+            graph.replay()
+        except RuntimeError:  # the runtime refused it, so nothing clears them
+            self._flags_set = flags_set
+            raise
         self._done.record(self._lane.replay)
         self._last = (self._done,)
 

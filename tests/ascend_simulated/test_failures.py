@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_npu
 
 from graphhal.errors import (
     CaptureError,
@@ -119,6 +120,49 @@ def test_a_failure_at_every_call_of_a_replay_is_served_eagerly(platform: Platfor
             simulator.arm()
             assert_equal(outputs, expected, torch.float32)
             serves(tower, 1)
+
+
+def test_a_graph_whose_launch_was_refused_replays_again(
+    platform: Platform, trace: "simulator.Trace", schedule: str
+) -> None:
+    """As where the costs of graphs are measured: it is not dropped there."""
+    tower = twins("toy", platform, self_check="off")
+    tower.graphs.capture()
+    graph, request = a_graph(tower), a_graph(tower).request
+    update = HostUpdate(request.boundaries, torch.zeros_like(request.packed).cpu())
+    for fault in ("aclmdlRIExecuteAsync:1", ""):
+        torch.npu.synchronize()
+        simulator.arm(fault)
+        with (
+            pytest.raises(ReplayError) if fault else nullcontext(),
+            platform.step("replay", graph, request.inputs, update.boundaries),
+        ):
+            platform.update_boundaries(graph, update)
+            platform.replay(graph)
+    torch.npu.synchronize()
+    serves(tower)
+    tower.graphs.clear()
+    assert trace.hazards() == []
+
+
+def test_a_second_failure_while_the_first_is_served_eagerly_is_that_requests_alone(
+    platform: Platform,
+) -> None:
+    """torch_npu's queue would keep it to itself, and every later kernel with it."""
+    usual = torch_npu._C._npu_get_task_queue_enable()
+    assert usual != 0
+    tower = twins("toy", platform, self_check="off")
+    for second in ("aclnnAddmm:1", "aclnnMuls:1"):
+        tower.graphs.capture()
+        torch.npu.synchronize()
+        simulator.arm(f"aclmdlRIExecuteAsync:1;{second}")
+        with pytest.raises(RuntimeError, match="507"):
+            tower.graphs.run(REQUEST)
+        simulator.arm()
+        serves(tower)
+    with platform.step("eager", None, a_graph(tower).request.inputs, {}):
+        assert torch_npu._C._npu_get_task_queue_enable() == usual
+    tower.graphs.clear()
 
 
 def test_what_the_runtime_refuses_within_a_step_is_typed_by_the_step(platform: Platform) -> None:
@@ -674,8 +718,6 @@ def test_whatever_fails_the_current_device_stays(processes: Processes) -> None:
 
 
 def torch_option(name: str) -> bytes:
-    import torch_npu
-
     return torch_npu._C._npu_getOption(name)
 
 

@@ -391,6 +391,21 @@ def test_after_a_launch_that_was_interrupted_every_flag_is_set_again(npu: Npu, a
     assert [said for said in npu.log if said.startswith("set")] == ["set t0", "set t1"]
 
 
+def test_a_launch_that_the_runtime_refused_leaves_the_flags_set(npu: Npu) -> None:
+    updates = an_update(npu, "full", "full")
+    updates.queue({"full": [8]})
+    npu.refuse_at = "replay"
+    with pytest.raises(RuntimeError, match="107033"):
+        updates.launch(Graph(npu))
+    assert not updates.armed
+    npu.refuse_at = ""
+    npu.log.clear()
+    updates.queue({"full": [3, 8]})
+    assert [said for said in npu.log if said.startswith(("wait", "issue", "set"))] == [
+        "wait for stream", "issue t0 [3, 8]", "issue t1 [3, 8]", "wait",
+    ]  # fmt: skip
+
+
 def test_an_update_that_is_interrupted_right_after_it_began_is_closed(npu: Npu) -> None:
     updates = an_update(npu, "full")
     npu.refuse_at, npu.error = "begin", KeyboardInterrupt()
