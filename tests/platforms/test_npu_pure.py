@@ -5,7 +5,9 @@ import importlib.util
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 from typing import Any
 
 import pytest
@@ -301,6 +303,37 @@ def an_update(npu: Npu, *sets: str) -> Any:
     return module.TaskUpdates(lane, tasks)
 
 
+def in_another_thread(action: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(action).result()
+
+
+def test_a_lane_is_made_once_whoever_asks_first(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, device = load("task_update"), types.SimpleNamespace(index=None)
+    usual = npu.Stream
+
+    def slow() -> Stream:
+        sleep(0.01)
+        return usual()
+
+    monkeypatch.setattr(npu, "Stream", slow)
+    monkeypatch.setattr(npu, "current_device", lambda: 3)
+    with ThreadPoolExecutor(2) as threads:
+        lanes = list(threads.map(module.lane_of, [device, device]))
+    assert lanes[0] is lanes[1]
+    assert lanes[0].index == 3
+    assert module.lane_of(types.SimpleNamespace(index=3)) is lanes[0]
+
+
+def test_an_update_is_its_threads_own(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, seen = load("task_update").TASK_UPDATE, []
+    monkeypatch.setattr(
+        Task, "issue", lambda *_: seen.append(in_another_thread(lambda: lock.acquire(timeout=0)))
+    )
+    an_update(npu, "full").queue({"full": [8]})
+    assert seen == [False]
+
+
 def test_each_task_is_rewritten_and_then_its_flag_set_once(npu: Npu) -> None:
     updates = an_update(npu, "full", "window")
     updates.queue({"full": [8], "window": [4, 8]})
@@ -367,6 +400,7 @@ def test_a_replay_whose_end_cannot_be_recorded_is_waited_for_all_the_same(npu: N
     npu.refuse_at = "record"
     with pytest.raises(RuntimeError, match="107033"):
         updates.launch(Graph(npu))
+    updates._lane.update.idle = True
     assert not updates.is_done()
     npu.refuse_at = ""
     npu.log.clear()
@@ -412,6 +446,20 @@ def test_an_update_that_is_interrupted_right_after_it_began_is_closed(npu: Npu) 
     with pytest.raises(KeyboardInterrupt):
         updates.queue({"full": [8]})
     assert npu.log == ["begin t0", "end"]
+
+
+def test_an_update_that_cannot_be_closed_says_what_came_first(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = an_update(npu, "full")
+    npu.refuse_at, npu.error = "issue", KeyboardInterrupt()
+
+    def end(stream: Any) -> None:
+        raise RuntimeError("no update is open")
+
+    monkeypatch.setattr(npu, "graph_task_update_end", end)
+    with pytest.raises(KeyboardInterrupt):
+        updates.queue({"full": [8]})
 
 
 def test_a_graph_without_attention_needs_its_update_all_the_same(npu: Npu) -> None:
