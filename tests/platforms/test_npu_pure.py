@@ -1,5 +1,6 @@
 """Platform npu without torch_npu: refusals, meanings of errors, order of an update. Tier: pure."""
 
+import ctypes
 import importlib
 import importlib.util
 import sys
@@ -25,7 +26,7 @@ from graphhal.errors import (
 from graphhal.npu import plugin
 from graphhal.platform import Unavailable
 
-MODULES = ("acl_errors", "fused_attention", "attention", "lane", "task_update")
+MODULES = ("acl_errors", "fused_attention", "attention", "lane", "pool", "task_update")
 
 
 class Npu:
@@ -139,14 +140,67 @@ def test_probe_says_that_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) 
     assert found == Unavailable("the package torch_npu is not installed", absent=True)
 
 
-def test_probe_names_the_library_that_cann_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [ImportError, OSError, RuntimeError])
+def test_probe_names_the_library_that_cann_lacks(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def lacks(name: str) -> Any:
+        raise kind("libhccl.so: cannot open shared object file")
+
+    broken = types.ModuleType("torch_npu")
+    broken.__getattr__ = lacks
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.setitem(sys.modules, "torch_npu", broken)
     found = plugin.graphhal_probe()
     assert isinstance(found, Unavailable)
     assert not found.absent
-    assert "cannot be imported" in found.reason
+    assert "cannot be imported: libhccl.so: cannot open" in found.reason
     assert "set_env.sh" in found.reason
+
+
+class Wheel(types.ModuleType):
+    """A torch_npu with a device, whose parts tests take away."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_npu")
+        self.__version__ = "2.11.0"
+        self.npu = types.ModuleType("torch_npu.npu")
+        self.npu.is_available = lambda: True
+        self.npu.current_device = lambda: 0
+        self.npu.get_device_name = lambda index: "Ascend910B1"
+        self.npu.graph_task_update_begin = lambda *_: None
+
+
+def fails(*_: Any) -> Any:
+    raise RuntimeError("Cannot re-initialize NPU\nin a line of its own")
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "reason"),
+    [
+        ("is_available", lambda: False, "no Ascend device is visible; look at npu-smi"),
+        ("current_device", fails, "the Ascend device cannot be opened: Cannot re-initialize NPU"),
+        ("graph_task_update_begin", None, "torch_npu 2.11.0 has no graph task update; install"),
+        ("", None, "torch_npu 2.11.0 has no fused inference attention that a graph can update"),
+    ],
+)
+def test_probe_says_what_a_wheel_or_its_device_lacks(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch, part: str, instead: Any, reason: str
+) -> None:
+    wheel = Wheel()
+    if instead is not None:
+        setattr(wheel.npu, part, instead)
+    elif part:
+        delattr(wheel.npu, part)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torch_npu", wheel)
+    complete = types.SimpleNamespace(aclrtValueWait=1, aclrtValueWrite=1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: complete)
+    found = plugin.graphhal_probe()
+    assert isinstance(found, Unavailable)
+    assert not found.absent
+    assert found.reason.startswith(reason)
+    assert "in a line of its own" not in found.reason
 
 
 @pytest.mark.parametrize("soc", ["Ascend310P3", "Ascend310B1"])
@@ -230,9 +284,11 @@ class Waited:
     over = fails = False
 
     def query(self) -> bool:
-        if self.fails:
-            raise RuntimeError("NPU function error, error code is 507011")
-        return self.over
+        return self.failed() if self.fails else self.over
+
+    @staticmethod
+    def failed() -> bool:
+        raise RuntimeError("NPU function error, error code is 507011")
 
 
 def a_lane(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -383,7 +439,9 @@ def test_two_updates_before_one_replay_set_each_flag_once(npu: Npu) -> None:
     assert npu.log.count("set t0") == 2
 
 
-def test_an_update_that_no_replay_followed_keeps_its_graph(npu: Npu) -> None:
+def test_an_update_that_no_replay_followed_keeps_its_graph(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     updates = an_update(npu, "full")
     assert updates.is_done()
     updates.queue({"full": [8]})
@@ -392,6 +450,8 @@ def test_an_update_that_no_replay_followed_keeps_its_graph(npu: Npu) -> None:
     assert not updates.is_done()
     updates._lane.update.idle = True
     assert updates.is_done()
+    monkeypatch.setattr(updates._lane.update, "query", Waited.failed)
+    assert not updates.is_done()
 
 
 def test_a_replay_whose_end_cannot_be_recorded_is_waited_for_all_the_same(npu: Npu) -> None:
