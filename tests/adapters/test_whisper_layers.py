@@ -89,6 +89,34 @@ def test_what_more_is_asked_of_attention_is_done() -> None:
     assert not torch.allclose(ours(states, attention_mask=mask)[0], ours(states)[0])
 
 
+@pytest.mark.parametrize(
+    ("attention", "asked"),
+    [
+        ("sdpa", {"key_value_states": torch.ones(1, 2, 8)}),
+        ("sdpa", {"past_key_values": object()}),
+        ("sdpa", {"attention_mask": torch.ones(1, 1, 2, 2)}),
+        ("sdpa", {"output_attentions": True}),
+        ("eager", {}),
+    ],
+    ids=str,
+)
+def test_what_is_more_is_handed_on_as_it_came(
+    monkeypatch: pytest.MonkeyPatch, attention: str, asked: dict[str, Any]
+) -> None:
+    names = ("key_value_states", "past_key_values", "attention_mask", "output_attentions")
+    came: list[Any] = []
+    monkeypatch.setattr(WhisperAttention, "forward", lambda self, *a, **kw: came.append((a, kw)))
+    config = WhisperConfig(d_model=8)
+    config._attn_implementation = attention
+    layer = EncoderAttention(8, 2, config=config).eval()
+    states = torch.ones(1, 2, 8)
+    layer(states, **asked, further=1)
+    values = [asked.get(name, False if name == names[-1] else None) for name in names]
+    ((given, keywords),) = came
+    assert keywords == {"further": 1}
+    assert all(one is other for one, other in zip(given, (states, *values), strict=True))
+
+
 def test_dropout_of_training_is_left_to_transformers() -> None:
     encoder = encoder_of()
     use_fewer_copies(encoder)
