@@ -181,3 +181,33 @@ def test_only_whole_towers_share_items(
     assert (peers is decisions) is not shares
     engine.model_config.multimodal_config.mm_encoder_tp_mode = "weights"
     assert ranks.sharing(engine, model) == (decisions, None)
+
+
+def test_one_rank_alone_agrees_with_nobody(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one would cost a barrier at start-up, and a gather for each request."""
+    import vllm_on_cpu as on_cpu
+    from vllm.distributed import parallel_state
+
+    from graphhal.peers import Peers
+    from graphhal.vllm_worker import ranks
+
+    engine.model_config.multimodal_config.mm_encoder_tp_mode = "data"
+    peers, group = ranks.sharing(engine, on_cpu.qwen3_vl(engine))
+    assert (type(peers), group) == (Peers, None)
+
+    def no_group() -> Any:
+        raise AssertionError("there is none")
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    monkeypatch.setattr(parallel_state, "get_tp_group", no_group)
+    monkeypatch.setattr(parallel_state, "get_pp_group", no_group)
+    assert ranks.is_first_stage()
+    assert type(ranks.tensor_parallel()) is Peers
+
+
+def test_ranks_that_have_nothing_to_say_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphhal.peers import Peers
+    from graphhal.vllm_worker import ranks
+
+    monkeypatch.setattr(Peers, "exchange", lambda self, what, own: ["no platform", None])
+    assert ranks.in_one_voice(Peers(), "options", None) == "rank 0: no platform"
