@@ -27,7 +27,8 @@ _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
 
 Progress = Callable[[int, int, GraphKey], None]
-"""Called with (graphs done, graphs in all, key) after each graph."""
+"""Called with (graphs done, graphs in all, key) after each graph; again from the first where a
+memory limit has the ladder captured once more, with as many in all as that has."""
 
 SHOWN = 6
 """Graphs that one line names."""
@@ -133,6 +134,13 @@ class _Attempt:
     report: CaptureReport = field(default_factory=CaptureReport)
     tried: list[tuple[Capacity, int]] = field(default_factory=list)
 
+    def without(self, largest: Sequence[Capacity]) -> Iterator[Dropped]:
+        """These, for which smaller graphs are captured instead; what failed, as it failed."""
+        known = {line.key: line for line in self.report.dropped}
+        reason = f"memory_limit: smaller graphs take its room within {self.limit_bytes} bytes"
+        for capacity in largest:
+            yield known.get(capacity.key, Dropped(capacity.key, reason))
+
 
 class GraphSet:
     """Captures a ladder and holds it.
@@ -163,7 +171,7 @@ class GraphSet:
         """Capture what fits, largest first.
 
         Where the limit leaves no room for smaller graphs, once more without as many of the largest
-        as leave most graphs.
+        as leave most graphs; as before, where fewer are left then.
 
         Args:
             ladder: capacities, in any order.
@@ -172,19 +180,19 @@ class GraphSet:
             limit_bytes: device bytes that arenas and graphs may take; None for no limit.
         """
         started = perf_counter()
-        left, given_up, kept = _largest_first(ladder), list[Dropped](), -1
-        while True:
-            attempt = _Attempt(stage, limit_bytes)
-            self._go_through(left, output, attempt, progress)
-            report, begin = attempt.report, self._begin_anew(left, attempt)
-            if begin == 0 or len(self.entries) <= kept:  # a smaller beginning leaves no more
-                break
+        left, given_up, kept = _largest_first(ladder), list[Dropped](), 0
+        attempt = self._go_through(left, output, stage, limit_bytes, progress)
+        while (begin := self._begin_anew(left, attempt)) and len(self.entries) > kept:
             kept = len(self.entries)
-            known = {line.key: line for line in report.dropped}
-            reason = f"memory_limit: smaller graphs take its room within {limit_bytes} bytes"
-            given_up += [known.get(c.key, Dropped(c.key, reason)) for c in left[:begin]]
-            left = left[begin:]
+            without = [*given_up, *attempt.without(left[:begin])]
             self.close()
+            attempt = self._go_through(left[begin:], output, stage, limit_bytes, progress)
+            if len(self.entries) < kept:  # memory that is not in proportion: what was had before
+                self.close()
+                attempt = self._go_through(left, output, stage, limit_bytes, progress)
+                break
+            left, given_up = left[begin:], without
+        report = attempt.report
         report.dropped = given_up + report.dropped
         report.seconds = perf_counter() - started
         report.num_bytes = self.num_bytes
@@ -194,7 +202,7 @@ class GraphSet:
         """Index of the graph to begin with, where more are kept then; the same on all ranks."""
         if attempt.limit_bytes is None or self.arena is None:
             return 0
-        costs = [(capacity.key.size, num_bytes) for capacity, num_bytes in attempt.tried]
+        costs = [(capacity.rows, num_bytes) for capacity, num_bytes in attempt.tried]
         first = first_to_keep(costs, self.arena.num_bytes, attempt.limit_bytes)
         begin = ladder.index(attempt.tried[first][0]) if first else 0
         return max(self._peers.exchange("graphs beyond memory_limit", begin))
@@ -203,10 +211,12 @@ class GraphSet:
         self,
         ladder: Sequence[Capacity],
         output: torch.Tensor,
-        attempt: "_Attempt",
+        stage: Stage,
+        limit_bytes: int | None,
         progress: Progress | None,
-    ) -> None:
+    ) -> "_Attempt":
         """Capture each graph that can be had within the limit."""
+        attempt = _Attempt(stage, limit_bytes)
         report = attempt.report
         left: list[tuple[Capacity, Layout]] = []
         broken: dict[GraphKey, CaptureError] = {}
@@ -238,6 +248,7 @@ class GraphSet:
                     left.clear()
             if progress is not None:
                 progress(total - len(left), total, capacity.key)
+        return attempt
 
     @property
     def num_bytes(self) -> int:
@@ -306,8 +317,10 @@ class GraphSet:
             profile = self._platform.profile_memory(requests)
         finally:
             notes.put_back()
-        if not isinstance(profile, MemoryProfile):
-            raise _wrong_answer("graphhal_profile_memory", "a MemoryProfile", profile)
+        asked = {request.key for request in requests}
+        if not isinstance(profile, MemoryProfile) or not asked.issuperset(profile.per_graph):
+            wanted = "a MemoryProfile of the graphs it was asked for"
+            raise _wrong_answer("graphhal_profile_memory", wanted, profile)
         return profile, arena.num_bytes
 
     def _planned(self, capacity: Capacity) -> tuple[Capacity, Layout]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 Cost = tuple[int, int]
-"""Size of a graph, as its key has it, and the bytes that its capture added."""
+"""Rows of a graph, in which all paths are measured, and the bytes that its capture added."""
 
 
 def first_to_keep(costs: Sequence[Cost], arenas: int, limit: int) -> int:

@@ -205,14 +205,16 @@ class MemoryProfile:
     transient_bytes: int
     per_graph: Mapping[GraphKey, int] = field(default_factory=dict)
 
-    def kept_within(self, limit: int | None, arenas: int) -> "MemoryProfile":
+    def kept_within(
+        self, limit: int | None, arenas: int, rows: Mapping[GraphKey, int]
+    ) -> "MemoryProfile":
         """The profile with arenas of `arenas` bytes counted in, and the graphs that capture would
         drop beyond `limit` bytes left out. Where some are, what the others take is not known, but
-        at most the limit."""
+        at most the limit. `rows` are those of every graph."""
         beside = arenas + self.settled_bytes - sum(self.per_graph.values())
         total, kept = arenas + self.settled_bytes, dict(self.per_graph)
         if limit is not None and total > limit:
-            costs = [(key.size, num_bytes) for key, num_bytes in kept.items()]
+            costs = [(rows[key], num_bytes) for key, num_bytes in kept.items()]
             start = first_to_keep(costs, beside, limit)
             fits = [*[False] * start, *fitting(costs, beside, limit, start)] if costs else []
             kept = dict(compress(kept.items(), fits))

@@ -96,7 +96,8 @@ class StartUp:
             output = self.first_output(ladder)
             graphs, arenas = self._graphs.profile(ladder, output, self._execution.example)
             self._execution.forget()
-            return graphs.kept_within(self._limit(), arenas)
+            rows = {capacity.key: capacity.rows for capacity in ladder}
+            return graphs.kept_within(self._limit(), arenas, rows)
 
     def first_output(self, ladder: Sequence[Capacity]) -> torch.Tensor:
         """An eager output of the smallest graph that has an example: tells the static output's

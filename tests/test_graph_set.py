@@ -21,7 +21,7 @@ from graphhal.graph_set import GraphSet
 from graphhal.hookspecs import hookimpl
 from graphhal.peers import Peers
 from graphhal.plan import GraphKey
-from graphhal.platform import CaptureRequest, MemoryProfile
+from graphhal.platform import CapturedGraph, CaptureRequest, MemoryProfile
 from graphhal.runner import EncoderGraphs
 from graphhal.settings import Settings
 from tests.plain_platform import PlainPlugin, plain_platform
@@ -160,6 +160,21 @@ class Pooled(PlainPlugin):
         return MemoryProfile(sum(per_graph.values()), 0, per_graph)
 
 
+class PooledByRows(PlainPlugin):
+    """As `Pooled`, whatever units a path's sizes are in."""
+
+    @hookimpl
+    def graphhal_capture(self, request: CaptureRequest) -> CapturedGraph:
+        graph = super().graphhal_capture(request)
+        return replace(graph, num_bytes=2 * KIB + (self.live <= 1) * len(request.output) * KIB)
+
+    @hookimpl
+    def graphhal_profile_memory(self, requests: Sequence[CaptureRequest]) -> MemoryProfile:
+        per_graph = {request.key: 2 * KIB for request in requests}
+        per_graph[requests[0].key] += len(requests[0].output) * KIB
+        return MemoryProfile(sum(per_graph.values()), 0, per_graph)
+
+
 @pytest.mark.parametrize(
     ("room", "kept"),
     [(96, 16), (95, 15), (80, 13), (63, 10), (40, 6), (20, 3), (6, 1), (5, 0)],
@@ -200,6 +215,49 @@ def test_a_pool_that_does_not_shrink_is_not_captured_again_and_again():
     assert 4 <= len(report.captured) <= 6
     assert sizes(report.captured)[0] < 64
     assert plugin.count("capture") < 2 * 16
+
+
+def test_a_beginning_that_leaves_fewer_graphs_is_given_up():
+    """Memory in proportion to the size was expected, and smaller graphs take more."""
+    plugin = PlainPlugin()
+    first = {64: 64 * KIB}
+    plugin.graph_bytes = lambda size: 2 * KIB if plugin.live > 1 else first.get(size, 10**6)
+    limit = arena_bytes(64) + 68 * KIB
+    seen = []
+    graphs = graphs_on(plugin, ToyEncoder(budgets=range(4, 65, 4)), memory_limit=limit)
+    report = graphs.capture(lambda done, total, key: seen.append((done, total)))
+    assert sizes(report.captured) == [64, 60, 56]
+    assert {line.reason for line in report.dropped} == {
+        f"memory_limit: it would take more than {limit} bytes"
+    }
+    assert plugin.live == 3
+    assert (16, 16) == seen[15] == seen[-1]
+    assert_still_serves(graphs)
+
+
+class OtherUnits(ToyEncoder):
+    """Images are counted in chunks of four tokens."""
+
+    def capacities(self, settings):
+        for capacity in super().capacities(settings):
+            chunks = capacity.key.path == "image"
+            size = capacity.tokens // 4 if chunks else capacity.tokens
+            yield replace(capacity, key=replace(capacity.key, size=size))
+
+
+@pytest.mark.parametrize("room", [80, 60, 30])
+def test_paths_whose_sizes_are_in_other_units_are_measured_alike(room):
+    found = []
+    for adapter in (ToyEncoder, OtherUnits):
+        plugin = PooledByRows()
+        toy = adapter(budgets=range(8, 65, 8), paths=("image", "video"))
+        graphs = graphs_on(plugin, toy, memory_limit=room * KIB)
+        profile, report = graphs.profile_memory(), graphs.capture()
+        tokens = {each.key: (each.key.path, each.tokens) for each in graphs.ladder()}
+        captured = [tokens[line.key] for line in report.captured]
+        found.append((captured, [tokens[key] for key in profile.per_graph]))
+    assert found[0][0]
+    assert found[0] == found[1]
 
 
 def test_graphs_that_are_dropped_alike_take_one_line(caplog):
@@ -280,10 +338,11 @@ def test_a_capture_that_returns_no_graph_is_named_and_stops_no_start_up(answer):
     assert_still_serves(graphs)
 
 
-def test_a_profile_that_is_none_is_named():
-    silent = replace(plain_platform(), profile_memory=lambda requests: None)
-    graphs = EncoderGraphs(ToyEncoder(budgets=BUDGETS), silent, Settings())
-    with pytest.raises(PluginError, match=r"^graphhal_profile_memory must return .*, got None"):
+@pytest.mark.parametrize("answer", [None, MemoryProfile(8, 0, {GraphKey("toy", "image", 5): 8})])
+def test_a_profile_that_is_none_or_of_other_graphs_is_named(answer):
+    odd = replace(plain_platform(), profile_memory=lambda requests: answer)
+    graphs = EncoderGraphs(ToyEncoder(budgets=BUDGETS), odd, Settings(memory_limit=1))
+    with pytest.raises(PluginError, match=r"^graphhal_profile_memory must return a .* asked for"):
         graphs.profile_memory()
 
 
