@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import pytest
 import torch
 
 from graphhal.boundaries import Boundaries
+from graphhal.errors import CaptureError, ResourceExhaustedError
 from graphhal.npu import attention, pool
+from graphhal.npu import graph as npu_graph
+from graphhal.npu import memory as npu_memory
 from graphhal.npu.fused_attention import VERSIONS, FusedAttention
 from graphhal.plan import GraphKey
-from graphhal.platform import CaptureRequest, Platform
+from graphhal.platform import CapturedGraph, CaptureRequest, Platform
 from tests.ascend_simulated import simulator
+from tests.ascend_simulated.direct_request import a_request
 from tests.ascend_simulated.encoders import (
     SHORT,
     Twins,
@@ -450,3 +455,47 @@ def test_the_hardware_script_runs_here(processes: Processes, tmp_path: Path) -> 
     assert found["graphs"] == found["asked_for"] == 3
     assert found["equal"] == 3
     assert found["back_to_back"] == 20
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "kept"),
+    [
+        (1, CaptureError("planted"), [0, 2]),
+        (0, CaptureError("planted"), [1, 2]),
+        (1, ResourceExhaustedError("planted"), [0]),
+    ],
+)
+def test_a_profile_leaves_out_what_fails_and_stops_where_nothing_is_left(
+    platform: Platform,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: int,
+    error: CaptureError,
+    kept: list[int],
+) -> None:
+    captured: list[CapturedGraph] = []
+    pools: list[Any] = []
+
+    def capture(request: CaptureRequest) -> CapturedGraph:
+        pools.append(request.pool)
+        if request.key == requests[failing].key:
+            raise error
+        captured.append(npu_graph.capture(request))
+        return captured[-1]
+
+    monkeypatch.setattr(npu_memory, "capture", capture)
+    device = torch.device("npu:0")
+    requests = [
+        replace(
+            a_request(device, lambda x, out: out.copy_(x * 2)),
+            key=GraphKey("direct", "image", size),
+        )
+        for size in (3, 2, 1)
+    ]
+    profile = platform.profile_memory(requests)
+    assert list(profile.per_graph) == [requests[number].key for number in kept]
+    assert [graph.handle for graph in captured] == [None] * len(kept)
+    # The first of all, and what comes before one was captured, begins a pool; others share it.
+    fresh = 1 + (failing == 0)
+    assert pools[:fresh] == [None] * fresh
+    assert all(each is captured[0].pool for each in pools[fresh:])
+    assert len(pools) == (2 if isinstance(error, ResourceExhaustedError) else 3)
