@@ -74,7 +74,7 @@ class _Profile:
     def __init__(self) -> None:
         self.estimate = 0
         self.limit: int | None = None
-        self.shares: tuple[int, ...] = ()
+        self.shares: tuple[int, ...] | None = None
         self.sampled = 0
         self.kept = 0
 
@@ -197,6 +197,7 @@ def sample(
     found = [_sample_one(graphs) for graphs in encoders]
     wanted = [taken + rest for taken, rest in found]
     beyond = limit is not None and sum(wanted) > limit
+    profile.shares = ()
     # Ranks that capture together go on together.
     answers = [graphs.peers.exchange("beyond the limit", beyond) for graphs in encoders]
     if any(map(any, answers)):
@@ -330,6 +331,8 @@ def capture_all(model: Any, encoders: Sequence[EncoderGraphs], limit: int | None
     """
     profile = _profiled.get(model)
     expected = 0 if profile is None else profile.estimate
+    if limit is not None and len(encoders) > 1 and (profile is None or profile.shares is None):
+        profile = _sampled_late(model, encoders, limit)
     free = _meter(encoders[0].platform) if encoders else None
     if free is not None:
         take_workspaces(encoders[0].adapter.device)
@@ -351,6 +354,18 @@ def capture_all(model: Any, encoders: Sequence[EncoderGraphs], limit: int | None
             100 * (counted - expected) / max(counted, 1),
         )
     return Taken(expected, counted, _reserved() - reserved)
+
+
+def _sampled_late(model: Any, encoders: Sequence[EncoderGraphs], limit: int) -> _Profile:
+    """What shares of the limit encoders need, where vLLM asked for no profile: with an explicit KV
+    cache it does not, and the first encoder would take everything."""
+    sample(model, encoders, limit)
+    with giving_back(model, encoders):
+        for graphs in encoders:
+            graphs.clear()
+    profile = _profiled[model]
+    profile.estimate = 0  # which nobody was told
+    return profile
 
 
 def _reserved() -> int:

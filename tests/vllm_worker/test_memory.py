@@ -322,6 +322,14 @@ def test_encoders_of_one_model_share_the_limit(limit: int, vision: int, audio: i
     assert taken.counted <= limit * MIB
     assert told == pytest.approx(taken.counted, rel=0.05)
     assert [len(each.keys()) for each in encoders] == pytest.approx([vision, audio], abs=1)
+    for unprofiled in (Model(),) * 2:  # vLLM with an explicit KV cache; then again, as after sleep
+        for graphs in encoders:
+            graphs.clear()
+        taken = memory.capture_all(unprofiled, encoders, limit * MIB)
+        assert taken.expected == 0
+        assert taken.counted is not None
+        assert taken.counted <= limit * MIB
+        assert [len(each.keys()) for each in encoders] == pytest.approx([vision, audio], abs=1)
 
 
 def test_a_limit_leaves_an_encoder_what_the_others_do_not_take() -> None:
