@@ -207,6 +207,28 @@ def test_a_largest_graph_beyond_all_limits_tells_nothing_of_the_others():
     assert set(reasons) == {room, f"memory_limit: it would take more than {limit} bytes"}
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_every_graph_has_one_line_however_often_a_ladder_is_begun_anew(back):
+    """A pool that is half as large for a graph of half the size, and a fixed part beside; or one
+    that is larger for the second beginning."""
+    plugin, begun = PlainPlugin(), []
+
+    def graph_bytes(size):
+        if plugin.live > 1:
+            return 2 * KIB
+        begun.append(size)
+        return (64 if back and size < 64 else 24 + size // 2 if back else 30 + size) * KIB
+
+    plugin.graph_bytes = graph_bytes
+    limit = arena_bytes(64) + 70 * KIB if back else arena_bytes(48) + 80 * KIB
+    graphs = graphs_on(plugin, ToyEncoder(budgets=range(4, 65, 4)), memory_limit=limit)
+    report = graphs.capture()
+    assert sorted(sizes([*report.captured, *report.dropped])) == list(range(4, 65, 4))
+    assert plugin.live == len(report.captured) == len(graphs.keys())
+    assert len(begun) >= 3
+    assert_still_serves(graphs)
+
+
 def test_a_pool_that_does_not_shrink_is_not_captured_again_and_again():
     plugin = PlainPlugin()
     plugin.graph_bytes = lambda size: (plugin.live <= 1) * 64 * KIB + KIB
