@@ -98,7 +98,7 @@ def test_what_more_is_asked_of_attention_is_done() -> None:
         ("sdpa", {"output_attentions": True}),
         ("eager", {}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "and".join(value) or "nothing",
 )
 def test_what_is_more_is_handed_on_as_it_came(
     monkeypatch: pytest.MonkeyPatch, attention: str, asked: dict[str, Any]
