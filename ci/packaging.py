@@ -156,7 +156,7 @@ def check_core(wheel: Path, scratch: Path, python: str) -> None:
         [environment / "bin" / "graphhal", "bench"], cwd=scratch, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    if bench.returncode != 1 or "Traceback" in bench.stderr or "error: " not in bench.stderr:
+    if bench.returncode != 2 or "Traceback" in bench.stderr or "error: " not in bench.stderr:
         raise PackagingError(f"bench without PyTorch: exit {bench.returncode}, {bench.stderr}")
 
 
