@@ -124,8 +124,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [(tensor, self._place(tensor)) for tensor in tensors_in([args, kwargs])]
         origins = [(tensor, place.origin) for tensor, place in operands]
-        error = check_operator(op, origins, args, kwargs, self._seed)
-        if error and not self.only_checks:
+        error = None if self.only_checks else check_operator(op, origins, args, kwargs, self._seed)
+        if error:
             self.refuse(error)
         static = [t for t in written(op, args, kwargs) if self._place(t).storage is None]
         reshapes, function = torch.Tag.inplace_view in op.tags, function_of(op)

@@ -184,10 +184,11 @@ class GraphPool:
         """
         rest, held = 0, None
         room = num_bytes + int(self.spare * num_bytes)
-        before, made = self._large_bytes(), False
+        before: int | None = None
         if self.graphs == 0:
-            self._largest = num_bytes, tokens
-            made = self._hold(room) is not None  # and gives it back at once
+            self._largest, taken = (num_bytes, tokens), self._large_bytes()
+            if self._hold(room) is not None:  # and given back at once
+                before = taken
         elif self._mem is not None and self._in_proportion(num_bytes, tokens):
             rest = max(self._free_sizes(), default=0) - room
         if rest > _SMALL_BLOCK:
@@ -196,7 +197,7 @@ class GraphPool:
             yield
         finally:
             del held
-        if made:
+        if before is not None:
             self._taken = self._large_bytes() - before
 
     def spares_to_try(self) -> list[float]:

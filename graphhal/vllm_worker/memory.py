@@ -192,17 +192,7 @@ def sample(
         The block; to be dropped by `clear`. None where nothing has to be held.
     """
     profile = _profiled.setdefault(model, _Profile())
-    for graphs in encoders:
-        _allow(graphs, None)
-    found = [_sample_one(graphs) for graphs in encoders]
-    wanted = [taken + rest for taken, rest in found]
-    beyond = limit is not None and sum(wanted) > limit
-    profile.shares = ()
-    # Ranks that capture together go on together.
-    answers = [graphs.peers.exchange("beyond the limit", beyond) for graphs in encoders]
-    if any(map(any, answers)):
-        profile.shares = tuple((limit or 0) * each // max(1, sum(wanted)) for each in wanted)
-        found = [(num_bytes, 0) for num_bytes in _limited(profile, encoders, limit, _unchecked_all)]
+    found = _sample_each(profile, encoders, limit)
     held = sum(rest for _, rest in found)
     profile.sampled = sum(taken for taken, _ in found)
     profile.estimate = estimate = profile.sampled + held
@@ -214,6 +204,25 @@ def sample(
     except torch.OutOfMemoryError:
         log.warning("graphhal: %.0f MiB for further graphs are not free", held / 2**20)
         return None
+
+
+def _sample_each(
+    profile: _Profile, encoders: Sequence[EncoderGraphs], limit: int | None
+) -> list[tuple[int, int]]:
+    """(bytes taken, bytes that the rest would take) of each encoder's sample; of all its graphs
+    within its share of the limit, where they exceed it together."""
+    for graphs in encoders:
+        _allow(graphs, None)
+    found = [_sample_one(graphs) for graphs in encoders]
+    wanted = [taken + rest for taken, rest in found]
+    beyond = limit is not None and sum(wanted) > limit
+    profile.shares = ()
+    # Ranks that capture together go on together.
+    answers = [graphs.peers.exchange("beyond the limit", beyond) for graphs in encoders]
+    if any(map(any, answers)):
+        profile.shares = tuple((limit or 0) * each // max(1, sum(wanted)) for each in wanted)
+        found = [(num_bytes, 0) for num_bytes in _limited(profile, encoders, limit, _unchecked_all)]
+    return found
 
 
 @contextmanager
@@ -332,7 +341,7 @@ def capture_all(model: Any, encoders: Sequence[EncoderGraphs], limit: int | None
     profile = _profiled.get(model)
     expected = 0 if profile is None else profile.estimate
     if limit is not None and len(encoders) > 1 and (profile is None or profile.shares is None):
-        profile = _sampled_late(model, encoders, limit)
+        profile = _share_late(model, encoders, limit)
     free = _meter(encoders[0].platform) if encoders else None
     if free is not None:
         take_workspaces(encoders[0].adapter.device)
@@ -356,15 +365,14 @@ def capture_all(model: Any, encoders: Sequence[EncoderGraphs], limit: int | None
     return Taken(expected, counted, _reserved() - reserved)
 
 
-def _sampled_late(model: Any, encoders: Sequence[EncoderGraphs], limit: int) -> _Profile:
+def _share_late(model: Any, encoders: Sequence[EncoderGraphs], limit: int) -> _Profile:
     """What shares of the limit encoders need, where vLLM asked for no profile: with an explicit KV
     cache it does not, and the first encoder would take everything."""
-    sample(model, encoders, limit)
+    profile = _profiled.setdefault(model, _Profile())
+    profile.sampled = sum(taken for taken, _ in _sample_each(profile, encoders, limit))
     with giving_back(model, encoders):
         for graphs in encoders:
             graphs.clear()
-    profile = _profiled[model]
-    profile.estimate = 0  # which nobody was told
     return profile
 
 
